@@ -1,0 +1,500 @@
+"""Every message that crosses a process, and nothing else. docs/protocol.md describes them; a test holds the two together.
+
+Rules that hold for all of them:
+- What concerns a request carries (request id, attempt, index of the first token). A receiver takes only what continues
+  its cursor, drops older indexes and other attempts, and asks again for a gap (`Resend`).
+- Intervals of token indexes are half-open and count output tokens: index 0 is the first token after the prompt.
+- Batches are columns (see `columns`): row i of every column belongs together.
+- Request ids are 16 random bytes made by the tokenizer process; what a client calls its request never appears here.
+- Tags are never reused. A change of a field's meaning, type or place raises PROTOCOL_VERSION.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Annotated
+
+from services.wire.codec import Column, Exactly, Limit, Range, message
+from services.wire.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+
+RequestId = Annotated[bytes, Exactly(16)]
+RequestIds = Annotated[bytes, Column(16)]
+Int32s = Annotated[bytes, Column(4)]
+Uint8s = Annotated[bytes, Column(1)]
+UInt31 = Annotated[int, Range(0, 2**31 - 1)]
+Epoch = Annotated[int, Range(0, 2**64 - 1)]
+Name = Annotated[str, Limit(128)]
+
+
+class Role(StrEnum):
+    """The kinds of process."""
+
+    TOKENIZER = "tokenizer"
+    SCHEDULER = "scheduler"
+    GPU_WORKER = "gpu_worker"
+    DETOKENIZER = "detokenizer"
+
+
+class State(IntEnum):
+    """What a process can be asked to do."""
+
+    STARTING = 0
+    READY = 1
+    DRAINING = 2
+
+
+class Finish(IntEnum):
+    """Why an answer ended. NONE in a row of a batch means that it goes on."""
+
+    NONE = 0
+    STOP_TOKEN = 1  # the last id is an end id or one of stop_token_ids; it counts, its text is not shown
+    LENGTH = 2
+    STOP_STRING = 3  # decided by the detokenizer
+    ABORTED = 4
+    NUMERICAL_ERROR = 5  # the logits of this row were not finite
+    INTERNAL_ERROR = 6
+    TIMEOUT = 7
+    BACKEND_LOST = 8  # a process that the request needed died
+
+
+# ---------------------------------------------------------------- who is there
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCard:
+    """What a worker brings: its shape, its memory, its speed and the rows it still holds.
+
+    `vocab_size` counts ids the model may be given, `logits_width` what it can produce; `chunk_tokens` is the prefill
+    chunk that it measured to run within its time limit.
+    """
+
+    vocab_size: UInt31
+    logits_width: UInt31
+    page_size: UInt31
+    num_pages: UInt31
+    max_model_len: UInt31
+    max_rows: UInt31
+    chunk_tokens: UInt31
+    chunk_ms: float
+    held_request_ids: RequestIds = b""
+    held_attempts: Int32s = b""
+    held_indexes: Int32s = b""
+
+
+@message(1)
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Any process -> scheduler, until welcomed: who I am and where peers reach me ("" when nobody connects to me)."""
+
+    version: UInt31
+    role: Role
+    instance: Name
+    epoch: Epoch
+    address: Annotated[str, Limit(512)]
+    state: State
+    worker: WorkerCard | None = None
+
+
+@message(2)
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Scheduler -> the sender of a Hello: accepted; `epoch` is the scheduler's own."""
+
+    version: UInt31
+    epoch: Epoch
+
+
+@message(3)
+@dataclass(frozen=True, slots=True)
+class HandshakeRefused:
+    """Scheduler -> the sender of a Hello that cannot join; it ends with this reason."""
+
+    version: UInt31
+    reason: Annotated[str, Limit(1024)]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One live process of the group."""
+
+    role: Role
+    instance: Name
+    epoch: Epoch
+    address: Annotated[str, Limit(512)]
+    state: State
+
+
+@message(4)
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """Scheduler -> all, at every change: who is there. A receiver connects to new members and drops missing ones."""
+
+    generation: UInt31
+    members: Annotated[tuple[Member, ...], Limit(4096)]
+
+
+@message(5)
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Any process -> scheduler and scheduler -> all, from the work loop itself, at least every HEARTBEAT_INTERVAL_S.
+
+    `progress` counts the loop's own steps of work; `metrics` is a flat snapshot, sample name (with labels) -> value.
+    """
+
+    epoch: Epoch
+    state: State
+    progress: Annotated[int, Range(0, 2**63 - 1)]
+    metrics: Annotated[dict[str, float], Limit(4096)] = field(default_factory=dict)
+
+
+@message(6)
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """A process -> scheduler: drained, ending now, by its own will."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class MemberTelemetry:
+    """The last heartbeat of one process, and how old it is."""
+
+    role: Role
+    instance: Name
+    epoch: Epoch
+    state: State
+    age_ms: UInt31
+    progress: Annotated[int, Range(0, 2**63 - 1)]
+    metrics: Annotated[dict[str, float], Limit(4096)]
+
+
+@message(7)
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """Scheduler -> tokenizers, about once a second: every process, so that any tokenizer's /metrics answers for all."""
+
+    members: Annotated[tuple[MemberTelemetry, ...], Limit(4096)]
+
+
+# ---------------------------------------------------------------- a request
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. A token is a function of (seed, choice, position, logits) and of nothing else.
+
+    temperature 0 is greedy; top_k 0 is off; top_p 1 and min_p 0 are off; `choice` tells apart the answers of one request.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: UInt31
+    min_p: float
+    seed: int
+    choice: UInt31
+
+
+@dataclass(frozen=True, slots=True)
+class TextParams:
+    """What the detokenizer needs to know of a request."""
+
+    stop: Annotated[tuple[Annotated[str, Limit(4096)], ...], Limit(64)]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    min_tokens: UInt31
+
+
+@message(10)
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Tokenizer -> scheduler: one answer to be made. `n` answers are n Submits that share a `group_id`.
+
+    `stop_token_ids` holds the model's end ids too unless the client said ignore_eos. `output_token_ids` is empty, or what
+    was produced before when a request is submitted again under a higher attempt. `deadline_ms` counts from receipt;
+    0 is none. `cache_root` separates prefix caches (adapter and salt); `group_id` is the first sibling's request id.
+    """
+
+    request_id: RequestId
+    attempt: UInt31
+    prompt_token_ids: Int32s
+    output_token_ids: Int32s
+    sampling: SamplingParams
+    text: TextParams
+    max_tokens: UInt31
+    stop_token_ids: Int32s
+    group_id: RequestId
+    tenant: Name
+    cache_root: Annotated[bytes, Limit(256)]
+    priority: int
+    deadline_ms: UInt31
+
+
+@message(11)
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Scheduler -> tokenizer: taken (being queued counts); only now may the status line be written."""
+
+    request_id: RequestId
+    attempt: UInt31
+
+
+@message(12)
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Scheduler -> tokenizer: not taken; becomes an HTTP status. `param` is "" when no field is to blame."""
+
+    request_id: RequestId
+    attempt: UInt31
+    status: Annotated[int, Range(400, 599)]
+    code: Name
+    text: Annotated[str, Limit(4096)]
+    param: Name
+    retry_after_s: UInt31
+
+
+@message(13)
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Tokenizer -> scheduler: nobody reads these answers any more. Unknown ids are counted, not an error."""
+
+    request_ids: RequestIds
+    attempts: Int32s
+
+    def check(self) -> None:
+        """ProtocolError unless the columns agree."""
+        _require_rows(len(self.request_ids) // 16, self.attempts)
+
+
+@message(14)
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Scheduler -> tokenizers: lets a full queue refuse before encoding, and tells what fits.
+
+    `max_total_tokens` is the most prompt + output tokens of one request: the smaller of context and KV pool.
+    `idle_ms` is the time since a token last came out (0 when none ever did); `state` is READY once a request can be run.
+    """
+
+    state: State
+    num_waiting: UInt31
+    max_waiting: UInt31
+    num_running: UInt31
+    free_pages: UInt31
+    num_pages: UInt31
+    max_total_tokens: UInt31
+    retry_after_s: UInt31
+    idle_ms: UInt31
+
+
+@message(15)
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Tokenizer -> scheduler: cumulative; output ids below `next_indexes` are in the journal (and finished ones may go)."""
+
+    request_ids: RequestIds
+    attempts: Int32s
+    next_indexes: Int32s
+
+    def check(self) -> None:
+        """ProtocolError unless the columns agree."""
+        _require_rows(len(self.request_ids) // 16, self.attempts, self.next_indexes)
+
+
+@message(16)
+@dataclass(frozen=True, slots=True)
+class Resend:
+    """Detokenizer or tokenizer -> scheduler: send the tokens again from `first_indexes` on.
+
+    From a detokenizer: a gap, or an answer it has never heard of (index 0: `DecodeOpen` comes again too). From a
+    tokenizer: a gap in the chunks; index 0, a fresh decoder replays the answer and the tokenizer drops what it has.
+    """
+
+    request_ids: RequestIds
+    attempts: Int32s
+    first_indexes: Int32s
+
+    def check(self) -> None:
+        """ProtocolError unless the columns agree."""
+        _require_rows(len(self.request_ids) // 16, self.attempts, self.first_indexes)
+
+
+# ---------------------------------------------------------------- tokens to text
+
+
+@message(20)
+@dataclass(frozen=True, slots=True)
+class DecodeOpen:
+    """Scheduler -> the detokenizer assigned to a request: an answer begins; its chunks go to `tokenizer` (an identity)."""
+
+    request_id: RequestId
+    attempt: UInt31
+    tokenizer: Annotated[bytes, Limit(256)]
+    text: TextParams
+
+
+@message(21)
+@dataclass(frozen=True, slots=True)
+class TokensProduced:
+    """Scheduler -> detokenizer: new ids of many answers. A row may hold no ids and only a finish.
+
+    `first_indexes[i]` is the index of the row's first id; `counts` cuts `token_ids`; `finishes` are `Finish` values;
+    `cached_tokens` is how much of the prompt came from the prefix cache.
+    """
+
+    request_ids: RequestIds
+    attempts: Int32s
+    first_indexes: Int32s
+    counts: Int32s
+    token_ids: Int32s
+    finishes: Uint8s
+    cached_tokens: Int32s
+
+    def check(self) -> None:
+        """ProtocolError unless the columns agree."""
+        num_rows = len(self.request_ids) // 16
+        _require_rows(num_rows, self.attempts, self.first_indexes, self.counts, self.cached_tokens)
+        if len(self.finishes) != num_rows:
+            raise ProtocolError("columns of different lengths")
+
+
+@message(22)
+@dataclass(frozen=True, slots=True)
+class StopFound:
+    """Detokenizer -> scheduler: a stop string was completed by the token before `end_indexes`; the answer ends there."""
+
+    request_ids: RequestIds
+    attempts: Int32s
+    end_indexes: Int32s
+
+    def check(self) -> None:
+        """ProtocolError unless the columns agree."""
+        _require_rows(len(self.request_ids) // 16, self.attempts, self.end_indexes)
+
+
+@message(23)
+@dataclass(frozen=True, slots=True)
+class DecodeFailed:
+    """Detokenizer -> scheduler: these answers could not be decoded (their client has been told); stop producing them."""
+
+    request_ids: RequestIds
+    attempts: Int32s
+
+    def check(self) -> None:
+        """ProtocolError unless the columns agree."""
+        _require_rows(len(self.request_ids) // 16, self.attempts)
+
+
+@message(30)
+@dataclass(frozen=True, slots=True)
+class TextChunks:
+    """Detokenizer -> the tokenizer that holds the clients: new text of many answers.
+
+    Row i covers the ids [first_indexes[i], first_indexes[i] + counts[i]); `texts[i]` starts at byte `text_offsets[i]` of
+    the answer's UTF-8 text and may lag behind the ids (withheld text) or be empty. On a finish, `completion_tokens` is
+    what usage reports: the lowest end index wins.
+    """
+
+    request_ids: RequestIds
+    attempts: Int32s
+    first_indexes: Int32s
+    counts: Int32s
+    token_ids: Int32s
+    text_offsets: Int32s
+    texts: Annotated[tuple[Annotated[str, Limit(32 * 1024 * 1024)], ...], Limit(65536)]
+    finishes: Uint8s
+    completion_tokens: Int32s
+    cached_tokens: Int32s
+
+    def check(self) -> None:
+        """ProtocolError unless the columns agree."""
+        num_rows = len(self.request_ids) // 16
+        columns = (self.attempts, self.first_indexes, self.counts, self.text_offsets, self.completion_tokens)
+        _require_rows(num_rows, *columns, self.cached_tokens)
+        if len(self.finishes) != num_rows or len(self.texts) != num_rows:
+            raise ProtocolError("columns of different lengths")
+
+
+# ---------------------------------------------------------------- scheduler and worker
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A request takes a row at the worker: all its ids (prompt, then outputs so far), where output begins, its pages.
+
+    `page_ids` is the whole page table so far: cached prefix pages, then pages to be written.
+    """
+
+    row: UInt31
+    request_id: RequestId
+    attempt: UInt31
+    token_ids: Int32s
+    num_prompt_tokens: UInt31
+    page_ids: Int32s
+    sampling: SamplingParams
+
+
+@message(40)
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Scheduler -> worker: one forward pass, and only what changed since the last plan.
+
+    Applied in this order: `released_rows` are forgotten; `new_rows` are set up; `page_counts` cuts `page_ids` into what is
+    appended to the page tables of `page_rows`; then row `rows[i]` computes `num_new_tokens[i]` tokens from position
+    `start_positions[i]` on, and samples one token after the last of them if `samples[i]`. A decoding row's newest token
+    may not be known to the scheduler yet: the worker has it.
+    """
+
+    epoch: Epoch
+    step: Annotated[int, Range(0, 2**63 - 1)]
+    released_rows: Int32s
+    new_rows: Annotated[tuple[NewRow, ...], Limit(65536)]
+    page_rows: Int32s
+    page_counts: Int32s
+    page_ids: Int32s
+    rows: Int32s
+    start_positions: Int32s
+    num_new_tokens: Int32s
+    samples: Uint8s
+
+    def check(self) -> None:
+        """ProtocolError unless the columns agree."""
+        _require_rows(len(self.page_rows) // 4, self.page_counts)
+        _require_rows(len(self.rows) // 4, self.start_positions, self.num_new_tokens)
+        if len(self.samples) != len(self.rows) // 4:
+            raise ProtocolError("columns of different lengths")
+
+
+@message(41)
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Worker -> scheduler: what a plan gave, for the rows that sampled and the rows that failed.
+
+    `epoch` and `step` are the plan's. `first_indexes` is the output index of each row's first id, `counts` (0..m) cuts
+    `token_ids`, `finishes` is NONE or why the row failed. Times are the worker's own, in microseconds.
+    """
+
+    epoch: Epoch
+    step: Annotated[int, Range(0, 2**63 - 1)]
+    rows: Int32s
+    request_ids: RequestIds
+    attempts: Int32s
+    first_indexes: Int32s
+    counts: Int32s
+    token_ids: Int32s
+    finishes: Uint8s
+    forward_us: UInt31
+    step_us: UInt31
+
+    def check(self) -> None:
+        """ProtocolError unless the columns agree."""
+        num_rows = len(self.rows) // 4
+        _require_rows(num_rows, self.attempts, self.first_indexes, self.counts)
+        if len(self.request_ids) // 16 != num_rows or len(self.finishes) != num_rows:
+            raise ProtocolError("columns of different lengths")
+
+
+def _require_rows(num_rows: int, *columns: bytes) -> None:
+    if any(len(column) != 4 * num_rows for column in columns):
+        raise ProtocolError("columns of different lengths")
