@@ -1,0 +1,40 @@
+"""gpu_worker: the seam between a model and the way attention is computed.
+
+A backend lays out one step once (`begin_step`: masks, index tensors, whatever it needs from the page table) and hands back
+a `StepAttention`, which every layer of the model gets as an argument. Nothing about a step is kept outside of it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from services.gpu_worker.kv_cache import KvCache
+from services.gpu_worker.step_inputs import StepInputs
+
+
+class StepAttention(Protocol):
+    """Attention of one step over the paged pool. A layer first writes its keys and values, then attends."""
+
+    def write_kv(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Stores the new tokens' keys and values ([num_tokens, num_kv_heads, head_dim] each) in their slots."""
+
+    def attend(self, layer: int, queries: Tensor, window: int | None) -> Tensor:
+        """Causal attention of every new token over its row's tokens up to itself.
+
+        Args:
+            layer: whose keys and values to read.
+            queries: [num_tokens, num_heads, head_dim], positions already rotated in.
+            window: the token sees only itself and the `window - 1` tokens before it; None: all of them.
+
+        Returns:
+            [num_tokens, num_heads, head_dim], in the dtype of the queries. A token's result depends on its own row only.
+        """
+
+
+class AttentionBackend(Protocol):
+    """A way to compute attention; stateless between steps."""
+
+    def begin_step(self, inputs: StepInputs, kv_cache: KvCache) -> StepAttention:
+        """Prepares what all layers of this step share."""

@@ -1,0 +1,88 @@
+"""gpu_worker: the paged pool of keys and values, allocated once.
+
+Owns the memory only. Which page belongs to whom is the scheduler's business: this module never allocates or frees a page.
+
+    keys, values: [num_layers, num_pages + 1, page_size, num_kv_heads, head_dim]
+
+Page ids 0 .. num_pages - 1 are the scheduler's. The extra last page is the *dummy page*: padding and warm-up write there
+and nobody's tokens ever do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheShape:
+    """How large a page is.
+
+    Attributes:
+        num_layers: layers of the model.
+        num_kv_heads: key/value heads of a layer.
+        head_dim: width of a head.
+        page_size: tokens in a page, >= 1.
+        dtype: element type of keys and values.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Keys and values of one page over all layers, in bytes."""
+        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return per_token * self.page_size
+
+
+class KvCache:
+    """The pool: keys and values of all layers, [num_layers, num_pages + 1, page_size, num_kv_heads, head_dim] each."""
+
+    def __init__(self, shape: KvCacheShape, num_pages: int, device: torch.device) -> None:
+        """Allocates the pool, zeroed: a slot that was never written must not hold a NaN (0 x NaN is NaN under a mask).
+
+        Args:
+            shape: sizes of a page.
+            num_pages: pages for the scheduler, >= 0; the dummy page comes on top.
+            device: where the model runs.
+        """
+        if num_pages < 0 or shape.page_size < 1:
+            raise ValueError(f"a pool of {num_pages} pages of {shape.page_size} tokens cannot be")
+        self.shape = shape
+        self.num_pages = num_pages
+        size = (shape.num_layers, num_pages + 1, shape.page_size, shape.num_kv_heads, shape.head_dim)
+        self.keys = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.values = torch.zeros(size, dtype=shape.dtype, device=device)
+
+    @property
+    def dummy_page_id(self) -> int:
+        """The page that padding writes to."""
+        return self.num_pages
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held, the dummy page included."""
+        return (self.num_pages + 1) * self.shape.bytes_per_page
+
+    def key_slots(self, layer: int) -> Tensor:
+        """A view of one layer's keys by slot: [(num_pages + 1) * page_size, num_kv_heads, head_dim]."""
+        return self.keys[layer].flatten(0, 1)
+
+    def value_slots(self, layer: int) -> Tensor:
+        """A view of one layer's values by slot: [(num_pages + 1) * page_size, num_kv_heads, head_dim]."""
+        return self.values[layer].flatten(0, 1)
+
+    def zero_pages(self, page_ids: Sequence[int]) -> None:
+        """Clears pages in all layers, so that what a failed row left (NaN) cannot reach whoever gets the page next."""
+        if any(not 0 <= page_id < self.num_pages for page_id in page_ids):
+            raise ValueError(f"pages to clear must lie in [0, {self.num_pages}): {list(page_ids)}")
+        index = torch.tensor(page_ids, dtype=torch.int64, device=self.keys.device)
+        self.keys.index_fill_(1, index, 0)
+        self.values.index_fill_(1, index, 0)

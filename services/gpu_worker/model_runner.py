@@ -1,0 +1,69 @@
+"""gpu_worker: one forward pass of a model over the paged pool.
+
+Joins the four things that a step needs: the configuration, the weights, the pool and an attention backend. Owns none of a
+request's state and never samples: it turns `StepInputs` into logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.gpu_worker.attention.backend import AttentionBackend
+from services.gpu_worker.kv_cache import KvCache
+from services.gpu_worker.models.config import ModelConfig
+from services.gpu_worker.models.decoder import DecoderWeights, decoder_forward
+from services.gpu_worker.step_inputs import StepInputs
+
+
+class ModelRunner:
+    """Runs steps. Cheap to make: measuring may use one with an empty pool before the real pool is allocated."""
+
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, kv_cache: KvCache, attention: AttentionBackend
+    ) -> None:
+        """Binds the parts together.
+
+        Args:
+            config: the model's configuration.
+            weights: its weights, on the device of the pool.
+            kv_cache: the pool that the step's pages live in.
+            attention: how attention is computed.
+        """
+        self.config = config
+        self.kv_cache = kv_cache
+        self._weights = weights
+        self._attention = attention
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Computes the new tokens of a step; their keys and values are in the pool afterwards.
+
+        Returns:
+            [num_sampling_rows, vocab_size] float32: the logits at `inputs.sample_indices`.
+        """
+        attention = self._attention.begin_step(inputs, self.kv_cache)
+        return decoder_forward(self.config, self._weights, inputs, attention)
+
+    def dummy_inputs(self, num_tokens: int, num_rows: int) -> StepInputs:
+        """A step of `num_tokens` tokens in `num_rows` rows that touches only the dummy page, to measure or to warm up.
+
+        The tokens are spread over the rows, every row samples: the largest step that a token budget and a row limit allow.
+        """
+        if not 1 <= num_rows <= num_tokens:
+            raise ValueError(f"{num_tokens} tokens cannot be spread over {num_rows} rows")
+        device = self.kv_cache.keys.device
+        page_size = self.kv_cache.shape.page_size
+        lengths = tuple(len(range(row, num_tokens, num_rows)) for row in range(num_rows))
+        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+        max_pages = -(-max(lengths) // page_size)
+        dummy = self.kv_cache.dummy_page_id
+        return StepInputs(
+            input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            positions=positions,
+            slot_mapping=dummy * page_size + positions % page_size,
+            page_table=torch.full((num_rows, max_pages), dummy, dtype=torch.int64, device=device),
+            query_lengths=lengths,
+            context_lengths=lengths,
+            sample_indices=torch.tensor(lengths, device=device).cumsum(0) - 1,
+        )

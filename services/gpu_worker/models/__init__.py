@@ -1,0 +1,1 @@
+"""gpu_worker: model families as plain functions of their inputs."""
