@@ -1,1 +1,1 @@
-"""The contract between the processes: messages, their encoding, endpoints and sockets. Imports stdlib, msgpack, pyzmq only."""
+"""The contract between the processes: messages, encoding, endpoints, sockets. Imports stdlib, msgpack, pyzmq only."""

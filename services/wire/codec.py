@@ -24,7 +24,7 @@ import msgpack
 
 from services.wire.errors import ProtocolError
 
-MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_FRAME_BYTES = 16 * 1024 * 1024
 _DEFAULT_MAX_STR = 256
 _DEFAULT_MAX_BYTES = MAX_FRAME_BYTES
 _DEFAULT_MAX_ITEMS = 4096
@@ -78,7 +78,7 @@ class Reader:
 
     def kind(self) -> int:
         """The type byte of the next value; ProtocolError at the end of the frame."""
-        position = self._unpacker.tell()
+        position = int(self._unpacker.tell())
         if position >= len(self._frame):
             raise ProtocolError("frame ends early")
         return self._frame[position]
@@ -182,7 +182,7 @@ def _decode_fields(cls: type, reader: Reader, arity: int) -> object:
     decoder = _fields_decoder_of.get(cls)
     if decoder is None:
         decoder = _fields_decoder_of[cls] = _compile_fields(cls)
-    return decoder(reader, arity)
+    return cast(object, decoder(reader, arity))
 
 
 def _compile_fields(cls: type) -> FieldsDecoder:
@@ -221,7 +221,8 @@ def _compile(hint: Any, bounds: tuple[Any, ...] = ()) -> Decoder:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _compile_enum(hint)
     if dataclasses.is_dataclass(hint):
-        return lambda reader: _decode_fields(hint, reader, reader.array_length())
+        nested = cast(type, hint)
+        return lambda reader: _decode_fields(nested, reader, reader.array_length())
     if hint is int:
         limits = next((bound for bound in bounds if isinstance(bound, Range)), Range(-(2**63), 2**63 - 1))
         return lambda reader: _decode_int(reader, limits.low, limits.high)

@@ -1,4 +1,4 @@
-"""Every message that crosses a process, and nothing else. docs/protocol.md describes them; a test holds the two together.
+"""Every message that crosses a process, and nothing else. A test holds docs/protocol.md against this module.
 
 Rules that hold for all of them:
 - What concerns a request carries (request id, attempt, index of the first token). A receiver takes only what continues
@@ -186,7 +186,7 @@ class Telemetry:
 class SamplingParams:
     """How tokens are drawn. A token is a function of (seed, choice, position, logits) and of nothing else.
 
-    temperature 0 is greedy; top_k 0 is off; top_p 1 and min_p 0 are off; `choice` tells apart the answers of one request.
+    temperature 0 is greedy; top_k 0 is off; top_p 1 and min_p 0 are off; `choice` numbers the answers of one request.
     """
 
     temperature: float
@@ -212,9 +212,9 @@ class TextParams:
 class Submit:
     """Tokenizer -> scheduler: one answer to be made. `n` answers are n Submits that share a `group_id`.
 
-    `stop_token_ids` holds the model's end ids too unless the client said ignore_eos. `output_token_ids` is empty, or what
-    was produced before when a request is submitted again under a higher attempt. `deadline_ms` counts from receipt;
-    0 is none. `cache_root` separates prefix caches (adapter and salt); `group_id` is the first sibling's request id.
+    `stop_token_ids` holds the model's end ids too unless the client said ignore_eos. `output_token_ids` is empty, or
+    what was produced before when a request is submitted again under a higher attempt. `deadline_ms` counts from
+    receipt; 0 is none. `cache_root` separates prefix caches (adapter and salt); `group_id` is the first sibling's id.
     """
 
     request_id: RequestId
@@ -274,7 +274,7 @@ class Load:
     """Scheduler -> tokenizers: lets a full queue refuse before encoding, and tells what fits.
 
     `max_total_tokens` is the most prompt + output tokens of one request: the smaller of context and KV pool.
-    `idle_ms` is the time since a token last came out (0 when none ever did); `state` is READY once a request can be run.
+    `idle_ms` is the time since a token last came out (0 when none ever did); `state` is READY once requests can run.
     """
 
     state: State
@@ -291,7 +291,7 @@ class Load:
 @message(15)
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """Tokenizer -> scheduler: cumulative; output ids below `next_indexes` are in the journal (and finished ones may go)."""
+    """Tokenizer -> scheduler: cumulative: output ids below `next_indexes` are in the journal."""
 
     request_ids: RequestIds
     attempts: Int32s
@@ -326,7 +326,7 @@ class Resend:
 @message(20)
 @dataclass(frozen=True, slots=True)
 class DecodeOpen:
-    """Scheduler -> the detokenizer assigned to a request: an answer begins; its chunks go to `tokenizer` (an identity)."""
+    """Scheduler -> the detokenizer assigned: an answer begins; its chunks go to `tokenizer` (a peer identity)."""
 
     request_id: RequestId
     attempt: UInt31
@@ -362,7 +362,7 @@ class TokensProduced:
 @message(22)
 @dataclass(frozen=True, slots=True)
 class StopFound:
-    """Detokenizer -> scheduler: a stop string was completed by the token before `end_indexes`; the answer ends there."""
+    """Detokenizer -> scheduler: a stop string was completed by the token before `end_indexes`: the end."""
 
     request_ids: RequestIds
     attempts: Int32s
@@ -376,7 +376,7 @@ class StopFound:
 @message(23)
 @dataclass(frozen=True, slots=True)
 class DecodeFailed:
-    """Detokenizer -> scheduler: these answers could not be decoded (their client has been told); stop producing them."""
+    """Detokenizer -> scheduler: these answers could not be decoded (their client knows); stop making them."""
 
     request_ids: RequestIds
     attempts: Int32s
@@ -391,9 +391,9 @@ class DecodeFailed:
 class TextChunks:
     """Detokenizer -> the tokenizer that holds the clients: new text of many answers.
 
-    Row i covers the ids [first_indexes[i], first_indexes[i] + counts[i]); `texts[i]` starts at byte `text_offsets[i]` of
-    the answer's UTF-8 text and may lag behind the ids (withheld text) or be empty. On a finish, `completion_tokens` is
-    what usage reports: the lowest end index wins.
+    Row i covers the ids [first_indexes[i], first_indexes[i] + counts[i]); `texts[i]` starts at byte `text_offsets[i]`
+    of the answer's UTF-8 text and may lag behind the ids (withheld text) or be empty. On a finish, `completion_tokens`
+    is what usage reports: the lowest end index wins.
     """
 
     request_ids: RequestIds
@@ -402,7 +402,7 @@ class TextChunks:
     counts: Int32s
     token_ids: Int32s
     text_offsets: Int32s
-    texts: Annotated[tuple[Annotated[str, Limit(32 * 1024 * 1024)], ...], Limit(65536)]
+    texts: Annotated[tuple[Annotated[str, Limit(8 * 1024 * 1024)], ...], Limit(65536)]
     finishes: Uint8s
     completion_tokens: Int32s
     cached_tokens: Int32s
@@ -440,8 +440,8 @@ class NewRow:
 class StepPlan:
     """Scheduler -> worker: one forward pass, and only what changed since the last plan.
 
-    Applied in this order: `released_rows` are forgotten; `new_rows` are set up; `page_counts` cuts `page_ids` into what is
-    appended to the page tables of `page_rows`; then row `rows[i]` computes `num_new_tokens[i]` tokens from position
+    Applied in this order: `released_rows` are forgotten; `new_rows` are set up; `page_counts` cuts `page_ids` into what
+    is appended to the page tables of `page_rows`; then row `rows[i]` computes `num_new_tokens[i]` tokens from position
     `start_positions[i]` on, and samples one token after the last of them if `samples[i]`. A decoding row's newest token
     may not be known to the scheduler yet: the worker has it.
     """

@@ -1,0 +1,227 @@
+"""Settings: one frozen dataclass, filled from defaults < TOML file < environment `TOKENWAY_...` < flags.
+
+The only place where the environment is read. An unknown name is an error wherever it comes from. The launcher hands its
+children the resolved settings through the environment, so that a process can also be started alone with the same names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_ENVIRONMENT_PREFIX = "TOKENWAY_"
+
+
+class SettingsError(Exception):
+    """A setting that cannot be used; the message names it and says what would be right."""
+
+
+def setting(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
+    """A field of Settings: its default, its line of help, and the values it may take."""
+    return dataclasses.field(default=default, metadata={"help": help_text, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything one can set. Names are flags (`--page-size`), TOML keys and variables (`TOKENWAY_PAGE_SIZE`)."""
+
+    # the model
+    model: str = setting("smollm2:135m", "model folder, GGUF file, hub name or alias")
+    served_model_name: str = setting("", "name in /v1/models and answers (default: the model's own)")
+    device: str = setting("auto", "where the model runs", ("auto", "cpu", "cuda"))
+    dtype: str = setting("auto", "weights and activations; auto: float32 on cpu, the checkpoint's on cuda",
+                         ("auto", "float32", "bfloat16", "float16"))  # fmt: skip
+    max_model_len: int = setting(0, "most tokens of prompt + answer (0: the model's context)")
+    chat_template: str = setting("", "file with a chat template that replaces the model's own")
+    generation_config: str = setting("auto", "sampling defaults from generation_config.json", ("auto", "none"))
+    # HTTP
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on")
+    strict_fields: bool = setting(False, "answer 400 to unknown request fields instead of naming them in a header")
+    max_body_bytes: int = setting(16 * 1024 * 1024, "largest request body")
+    max_choices: int = setting(8, "largest n")
+    max_prompts: int = setting(1024, "most prompts in one completion request")
+    max_messages: int = setting(4096, "most messages in one chat request")
+    head_timeout_s: float = setting(10.0, "how long a request head may take to arrive")
+    body_timeout_s: float = setting(30.0, "how long a whole request may take to arrive")
+    write_timeout_s: float = setting(60.0, "how long a stream may go without its client reading a byte")
+    # the group
+    num_tokenizers: int = setting(1, "tokenizer processes, all on one port")
+    num_detokenizers: int = setting(1, "detokenizer processes")
+    scheduler_endpoint: str = setting(
+        "", "ipc://PATH or tcp://HOST:PORT of the scheduler (default: in the run directory)"
+    )
+    run_dir: str = setting("", "private directory for sockets (default: a new one for each run)")
+    instance: str = setting("", "name of this process among its role (default: random)")
+    drain_timeout_s: float = setting(30.0, "how long a stopping process lets its requests finish")
+    # scheduling
+    page_size: int = setting(16, "tokens of a KV page")
+    kv_cache_tokens: int = setting(0, "tokens of the KV pool (0: what memory allows)")
+    mem_fraction_static: float = setting(0.85, "share of the device's memory for weights and KV pool")
+    max_running_requests: int = setting(256, "most requests in a step")
+    max_queued_requests: int = setting(1024, "most requests waiting; beyond it 503")
+    max_num_batched_tokens: int = setting(0, "most tokens of a step (0: the chunk size + max_running_requests)")
+    chunked_prefill_size: int = setting(0, "most prompt tokens of a step (0: measured at start, -1: whole prompts)")
+    plans_ahead: int = setting(1, "steps planned before the result of the last is known, 0 to 4")
+    # the worker
+    attention_backend: str = setting("auto", "attention implementation", ("auto", "reference", "paged"))
+    num_threads: int = setting(0, "threads of the worker's CPU kernels (0: one for each core)")
+    # logs
+    log_level: str = setting("info", "least severe level to log", ("debug", "info", "warning", "error"))
+    log_format: str = setting("text", "form of log lines", ("text", "json"))
+
+    def __post_init__(self) -> None:
+        """Checks ranges; SettingsError names the setting."""
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise SettingsError(f"{_flag(name)} must be between {low} and {high}, not {value}")
+        for field in dataclasses.fields(self):
+            choices = field.metadata["choices"]
+            if choices and getattr(self, field.name) not in choices:
+                raise SettingsError(f"{_flag(field.name)} must be one of {', '.join(choices)}")
+
+    def as_environment(self) -> dict[str, str]:
+        """The variables that give another process these settings (those that differ from the defaults)."""
+        return {
+            _ENVIRONMENT_PREFIX + field.name.upper(): str(getattr(self, field.name)).lower()
+            if isinstance(getattr(self, field.name), bool)
+            else str(getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("max_model_len", 0, 2**24),
+    ("port", 0, 65535),
+    ("max_body_bytes", 1024, 2**30),
+    ("max_choices", 1, 128),
+    ("max_prompts", 1, 2**16),
+    ("max_messages", 1, 2**20),
+    ("head_timeout_s", 0.1, 3600),
+    ("body_timeout_s", 0.1, 3600),
+    ("write_timeout_s", 0.1, 86400),
+    ("num_tokenizers", 1, 64),
+    ("num_detokenizers", 1, 64),
+    ("drain_timeout_s", 0, 86400),
+    ("page_size", 1, 1024),
+    ("kv_cache_tokens", 0, 2**31 - 1),
+    ("mem_fraction_static", 0.01, 1.0),
+    ("max_running_requests", 1, 8192),
+    ("max_queued_requests", 0, 2**20),
+    ("max_num_batched_tokens", 0, 2**20),
+    ("chunked_prefill_size", -1, 2**20),
+    ("plans_ahead", 0, 4),
+    ("num_threads", 0, 1024),
+)
+
+
+def inherited_environment() -> dict[str, str]:
+    """The environment for a child, without our own settings."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_ENVIRONMENT_PREFIX)}
+
+
+def load_settings(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Settings:
+    """The settings of a process.
+
+    Args:
+        arguments: the command line after the program name; a first word without dashes is the model.
+        environment: variables to read; the process's own when None.
+
+    Raises:
+        SettingsError: an unknown name, a value of the wrong type, or one outside its range. Names it.
+    """
+    environment = os.environ if environment is None else environment
+    from_flags = _parse_flags(arguments)
+    config_file = from_flags.pop("config", None)
+    values = _from_toml(Path(config_file)) if config_file else {}
+    values |= _from_environment(environment)
+    values |= from_flags
+    return Settings(**{name: _convert(name, value) for name, value in values.items()})
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds a flag for every setting, and `--config FILE`."""
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
+    for field in dataclasses.fields(Settings):
+        default = "" if field.default == "" else f" (default {field.default})"
+        options: dict[str, Any] = {"dest": field.name, "help": field.metadata["help"] + default, "default": None}
+        if field.type == "bool":
+            parser.add_argument(_flag(field.name), action=argparse.BooleanOptionalAction, **options)
+        else:
+            parser.add_argument(_flag(field.name), metavar=field.name.rsplit("_", 1)[-1].upper(), **options)
+
+
+def _parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_flags(parser)
+    found = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    if "model_argument" in found:
+        found.setdefault("model", found.pop("model_argument"))
+        found.pop("model_argument", None)
+    return found
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise SettingsError(message)
+
+
+def _from_toml(path: Path) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"cannot read settings from {path}: {error}") from error
+    values = {name.replace("-", "_"): value for name, value in values.items()}
+    _refuse_unknown(values, str(path))
+    return values
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    values = {
+        name.removeprefix(_ENVIRONMENT_PREFIX).lower(): value
+        for name, value in environment.items()
+        if name.startswith(_ENVIRONMENT_PREFIX)
+    }
+    _refuse_unknown(values, "the environment")
+    return values
+
+
+def _refuse_unknown(values: Mapping[str, Any], source: str) -> None:
+    known = {field.name for field in dataclasses.fields(Settings)}
+    for name in values:
+        if name not in known:
+            raise SettingsError(f"unknown setting {name!r} in {source}")
+
+
+def _convert(name: str, value: Any) -> Any:
+    hint = typing.get_type_hints(Settings)[name]
+    if isinstance(hint, types.UnionType) or hint not in (str, int, float, bool):
+        raise TypeError(f"setting {name} has an unsupported type")
+    if hint is bool and isinstance(value, str):
+        if value.lower() not in ("true", "false", "1", "0", "yes", "no"):
+            raise SettingsError(f"{_flag(name)} must be true or false, not {value!r}")
+        return value.lower() in ("true", "1", "yes")
+    if isinstance(value, bool) is not (hint is bool) or (hint is str and not isinstance(value, str)):
+        raise SettingsError(f"{_flag(name)} must be a {hint.__name__}, not {value!r}")
+    try:
+        converted = hint(value)
+    except (TypeError, ValueError):
+        raise SettingsError(f"{_flag(name)} must be a {hint.__name__}, not {value!r}") from None
+    if isinstance(value, float) and hint is int and converted != value:
+        raise SettingsError(f"{_flag(name)} must be a whole number, not {value!r}")
+    return converted
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

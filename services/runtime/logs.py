@@ -1,0 +1,59 @@
+"""Log lines: one line an event, as text or JSON, with role and instance; control characters are escaped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+from services.wire.endpoints import Identity
+
+
+def set_up_logging(identity: Identity, level: str, log_format: str) -> None:
+    """Sends all logging of this process to standard error.
+
+    Args:
+        identity: named in every line.
+        level: debug, info, warning or error.
+        log_format: text or json.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter(identity) if log_format == "json" else _TextFormatter(identity))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, identity: Identity) -> None:
+        super().__init__()
+        self._who = f"{identity.role}/{identity.instance}"
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{_clock(record)} {record.levelname[0]} {self._who} {_escaped(record.getMessage())}"
+        return line + (_trace(self, record, "\n"))
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, identity: Identity) -> None:
+        super().__init__()
+        self._who = {"role": str(identity.role), "instance": identity.instance}
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {"time": _clock(record), "level": record.levelname.lower(), **self._who, "event": record.getMessage()}
+        if record.exc_info:
+            entry["trace"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=True)
+
+
+def _trace(formatter: logging.Formatter, record: logging.LogRecord, separator: str) -> str:
+    return separator + formatter.formatException(record.exc_info) if record.exc_info else ""
+
+
+def _clock(record: logging.LogRecord) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+
+
+def _escaped(text: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,147 @@
+"""What a process does around its loop: identity, logs, signals, its parent's death, its exit status."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry
+
+from services.runtime import metrics
+from services.runtime.config import Settings, SettingsError, load_settings
+from services.runtime.logs import set_up_logging
+from services.runtime.session import HandshakeError, SchedulerSession
+from services.wire.endpoints import (
+    Identity,
+    ipc_endpoint,
+    is_ipc,
+    local_address_towards,
+    new_instance_name,
+    private_directory,
+)
+from services.wire.errors import WireError
+from services.wire.messages import Role
+
+EXIT_FAILURE = 1
+EXIT_BAD_START = 2  # settings, model files, endpoints: starting again will not help
+_PR_SET_PDEATHSIG = 1
+
+logger = logging.getLogger(__name__)
+
+
+class StartError(Exception):
+    """This process cannot start; the message is one line that names what is wrong."""
+
+
+@dataclass
+class Process:
+    """What the loop of a service gets to know about the process that it runs in."""
+
+    settings: Settings
+    identity: Identity
+    registry: CollectorRegistry = field(default_factory=metrics.new_registry)
+    is_stopping: bool = False
+    """Set by SIGTERM or SIGINT: finish what is open, then return."""
+    on_stop: Callable[[], None] | None = None
+    """Called once, in the main thread, when stopping begins: an asyncio loop wakes its receiver here."""
+    _parent: int = field(default_factory=os.getppid)
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the parent has died (the way to notice it where the kernel sends no signal)."""
+        return os.getppid() != self._parent
+
+    def new_session(self, address: str) -> SchedulerSession:
+        """This process's session with the scheduler; `address` is where peers reach it, or ""."""
+        return SchedulerSession(self.identity, address, lambda: metrics.snapshot(self.registry), time.monotonic())
+
+    def scheduler_endpoint(self) -> str:
+        """Where the scheduler is bound; a host name is resolved, since sockets bind to addresses only.
+
+        Raises:
+            StartError: neither an endpoint nor a run directory was set, or the host is unknown.
+        """
+        endpoint = self.settings.scheduler_endpoint
+        if not endpoint:
+            if not self.settings.run_dir:
+                raise StartError("set --scheduler-endpoint or --run-dir")
+            return ipc_endpoint(private_directory(Path(self.settings.run_dir)), "scheduler")
+        if is_ipc(endpoint):
+            return endpoint
+        host, port = _host_and_port(endpoint)
+        if self.identity.role != Role.SCHEDULER:
+            return endpoint
+        try:
+            return f"tcp://{socket.gethostbyname(host)}:{port}"
+        except OSError as error:
+            raise StartError(f"--scheduler-endpoint {endpoint}: {error}") from error
+
+    def peer_endpoint(self) -> str:
+        """What this process binds for its peers: a file beside the scheduler's, or a free port on its network."""
+        endpoint = self.scheduler_endpoint()
+        if is_ipc(endpoint):
+            directory = Path(endpoint.removeprefix("ipc://")).parent
+            return ipc_endpoint(directory, f"{self.identity.role}-{self.identity.instance}")
+        host, port = _host_and_port(endpoint)
+        return f"tcp://{local_address_towards(host, port)}:0"
+
+
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(endpoint)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not endpoint.startswith("tcp://") or host is None or port is None:
+        raise StartError(f"--scheduler-endpoint {endpoint}: neither ipc://PATH nor tcp://HOST:PORT")
+    return host, port
+
+
+def run_service(role: Role, main: Callable[[Process], None]) -> None:
+    """Runs one process and ends it with a status: 0 when `main` returned, 1 when it failed, 2 when it could not start.
+
+    SIGTERM and SIGINT set `is_stopping`; a second one ends the process at once. The process dies with its parent.
+    """
+    _die_with_parent()
+    faulthandler.enable()
+    try:
+        settings = load_settings(sys.argv[1:])
+        identity = Identity(role, settings.instance or new_instance_name())
+        set_up_logging(identity, settings.log_level, settings.log_format)
+        process = Process(settings, identity)
+        _install_signals(process)
+        main(process)
+    except (SettingsError, StartError, WireError, HandshakeError) as error:
+        print(f"tokenway {role}: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_BAD_START)
+    except Exception:
+        logger.exception("%s failed", role)
+        sys.exit(EXIT_FAILURE)
+
+
+def _install_signals(process: Process) -> None:
+    def stop(signum: int, frame: FrameType | None) -> None:
+        if process.is_stopping:
+            os._exit(128 + signum)
+        process.is_stopping = True
+        if process.on_stop is not None:
+            process.on_stop()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,0 +1,121 @@
+"""A process's session with the scheduler, as a pure state machine: greeting, heartbeats, roster, silence.
+
+Every process but the scheduler has one. The shell owns the socket and the clock: it sends what `messages_due` says,
+passes what arrives to `receive`, and wakes up again after `next_due_s` at the latest. Heartbeats are thus sent by the
+work loop itself: a stuck loop goes silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from services.wire.endpoints import Identity
+from services.wire.messages import (
+    PROTOCOL_VERSION,
+    Goodbye,
+    HandshakeRefused,
+    Heartbeat,
+    Hello,
+    Member,
+    Role,
+    Roster,
+    State,
+    Welcome,
+    WorkerCard,
+)
+
+HEARTBEAT_INTERVAL_S = 0.5
+SILENCE_LIMIT_S = 3.0
+
+MetricsSnapshot = Callable[[], Mapping[str, float]]
+
+
+class HandshakeError(Exception):
+    """The scheduler does not let this process join; the message is its reason."""
+
+
+class SchedulerSession:
+    """What this process has told the scheduler, and what it knows from it."""
+
+    def __init__(self, identity: Identity, address: str, snapshot: MetricsSnapshot, now_s: float) -> None:
+        self.identity = identity
+        self.state = State.STARTING
+        self.progress = 0
+        self.worker_card: WorkerCard | None = None
+        self.scheduler_epoch: int | None = None
+        self.members: tuple[Member, ...] = ()
+        self._address = address
+        self._snapshot = snapshot
+        self._next_send_s = now_s
+        self._last_heard_s = now_s
+
+    @property
+    def is_welcome(self) -> bool:
+        """Whether the scheduler has accepted this process."""
+        return self.scheduler_epoch is not None
+
+    def set_state(self, state: State, now_s: float) -> None:
+        """Changes the state; it is told at once."""
+        if state != self.state:
+            self.state = state
+            self._next_send_s = now_s
+
+    def next_due_s(self, now_s: float) -> float:
+        """Seconds until `messages_due` has something (0 when it has)."""
+        return max(0.0, self._next_send_s - now_s)
+
+    def messages_due(self, now_s: float) -> list[object]:
+        """The Hello or Heartbeat to send now, or nothing."""
+        if now_s < self._next_send_s:
+            return []
+        self._next_send_s = now_s + HEARTBEAT_INTERVAL_S
+        epoch = self.identity.epoch
+        if not self.is_welcome:
+            identity = self.identity
+            return [
+                Hello(
+                    PROTOCOL_VERSION,
+                    identity.role,
+                    identity.instance,
+                    epoch,
+                    self._address,
+                    self.state,
+                    self.worker_card,
+                )
+            ]
+        return [Heartbeat(epoch, self.state, self.progress, dict(self._snapshot()))]
+
+    def goodbye(self) -> Goodbye:
+        """The last message of a process that has drained."""
+        return Goodbye(self.identity.epoch)
+
+    def receive(self, item: object, now_s: float) -> bool:
+        """Takes a message from the scheduler; True when it concerned the session alone (Roster included).
+
+        Raises:
+            HandshakeError: this process may not join.
+        """
+        self._last_heard_s = now_s
+        match item:
+            case Welcome(version=version, epoch=epoch):
+                if version != PROTOCOL_VERSION:
+                    raise HandshakeError(f"the scheduler speaks protocol {version}, this process {PROTOCOL_VERSION}")
+                self.scheduler_epoch = epoch
+                self._next_send_s = now_s
+            case HandshakeRefused(reason=reason):
+                raise HandshakeError(reason)
+            case Roster(members=members):
+                self.members = members
+            case Heartbeat():
+                pass
+            case _:
+                return False
+        return True
+
+    def members_of(self, role: Role) -> tuple[Member, ...]:
+        """The live processes of a role, from the last roster."""
+        return tuple(member for member in self.members if member.role == role)
+
+    def silent_s(self, now_s: float) -> float:
+        """Seconds since the scheduler last said anything."""
+        return now_s - self._last_heard_s
