@@ -1,0 +1,236 @@
+"""Detokenizer process: every open answer, and what one batch of messages gives.
+
+Pure: messages in, messages out; no socket and no clock. It owns one `AnswerDecoder` per open answer. There is no bound
+on them here: the scheduler's admission bounds what is open, and evicting a live answer would end it wrongly. Answers
+that have ended are remembered for a while (bounded), so that rows under way when an answer ended are recognised.
+
+It must never let one answer's fault touch another: a row that raises ends its own answer with INTERNAL_ERROR.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import TypeVar
+
+from services.detokenizer.answer import AnswerChunk, AnswerDecoder
+from services.detokenizer.incremental import TokenPieces
+from services.detokenizer.outgoing import Outgoing
+from services.wire.columns import split_by_counts, unpack_int32, unpack_request_ids
+from services.wire.errors import ProtocolError
+from services.wire.messages import DecodeOpen, Finish, TokensProduced
+
+K = TypeVar("K")
+V = TypeVar("V")
+_log = logging.getLogger(__name__)
+_finish_of = {int(finish): finish for finish in Finish}
+
+MAX_ENDED_REMEMBERED = 16_384
+MAX_UNKNOWN_REMEMBERED = 4_096
+MAX_IDS_OF_A_CHUNK = 4_096
+ROWS_BETWEEN_ASKS = 64  # a gap is asked for once, and again only if so many rows came without an answer
+
+
+@dataclass(slots=True)
+class _OpenAnswer:
+    attempt: int
+    tokenizer: bytes
+    decoder: AnswerDecoder
+    asked_index: int = -1
+    num_rows_since_ask: int = 0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start, for metrics and for tests."""
+
+    num_tokens: int = 0
+    num_chunks: int = 0
+    num_old_rows: int = 0
+    num_resends_asked: int = 0
+    num_stops_found: int = 0
+    num_failed: int = 0
+    num_dropped_with_tokenizer: int = 0
+
+
+class Decoders:
+    """The table of open answers by request id."""
+
+    def __init__(self, pieces: TokenPieces) -> None:
+        self._pieces = pieces
+        self._open: dict[bytes, _OpenAnswer] = {}
+        self._ended: dict[bytes, tuple[int, int | None]] = {}  # attempt, end index if by a stop string
+        self._unknown: dict[tuple[bytes, int], int] = {}  # (request id, attempt) -> rows since asked
+        self._outgoing = Outgoing()
+        self.counters = Counters()
+
+    @property
+    def num_open(self) -> int:
+        """Answers that have begun and not ended."""
+        return len(self._open)
+
+    def take_outgoing(self) -> Outgoing:
+        """What the messages since the last call gave; the caller sends it."""
+        outgoing, self._outgoing = self._outgoing, Outgoing()
+        return outgoing
+
+    def open(self, message: DecodeOpen) -> None:
+        """Begins an answer at index 0, or begins it again (a replay); an older attempt than one seen is dropped."""
+        request_id, attempt = message.request_id, message.attempt
+        known = self._open.get(request_id)
+        ended = self._ended.get(request_id)
+        if (known and known.attempt > attempt) or (ended and ended[0] > attempt):
+            self.counters.num_old_rows += 1
+            return
+        self._unknown.pop((request_id, attempt), None)
+        try:
+            decoder = AnswerDecoder(self._pieces, message.text)
+        except Exception:
+            self._fail(request_id, attempt, message.tokenizer, _ending_at(0, 0, Finish.INTERNAL_ERROR))
+            return
+        self._ended.pop(request_id, None)
+        self._open[request_id] = _OpenAnswer(attempt, message.tokenizer, decoder)
+
+    def advance(self, batch: TokensProduced) -> None:
+        """Feeds every row to its answer.
+
+        Raises:
+            ProtocolError: the columns do not fit together or a finish is unknown; no row was taken.
+        """
+        counts = unpack_int32(batch.counts)
+        runs = split_by_counts(unpack_int32(batch.token_ids), counts)
+        finishes = [_finish_of.get(value) for value in batch.finishes]
+        if None in finishes:
+            raise ProtocolError("unknown finish")
+        rows = zip(
+            unpack_request_ids(batch.request_ids),
+            unpack_int32(batch.attempts),
+            unpack_int32(batch.first_indexes),
+            runs,
+            finishes,
+            unpack_int32(batch.cached_tokens),
+            strict=True,
+        )
+        for request_id, attempt, first_index, token_ids, finish, cached_tokens in rows:
+            assert finish is not None
+            answer = self._open.get(request_id)
+            if answer is None or answer.attempt != attempt:
+                self._take_stray(request_id, attempt, finish)
+            elif first_index > answer.decoder.next_index:
+                self._ask_again(request_id, answer)
+            elif len(token_ids) > MAX_IDS_OF_A_CHUNK:
+                self._take_long_row(request_id, answer, (first_index, token_ids, finish), cached_tokens)
+            else:
+                self._take_row(request_id, answer, (first_index, token_ids, finish), cached_tokens)
+
+    def drop_tokenizers(self, gone: Set[bytes]) -> None:
+        """Forgets the answers of these tokenizer processes: nobody can read them."""
+        unread = [request_id for request_id, answer in self._open.items() if answer.tokenizer in gone]
+        for request_id in unread:
+            answer = self._open.pop(request_id)
+            self._outgoing.failures.append((request_id, answer.attempt))
+            self._remember_ended(request_id, answer.attempt, None)
+        self.counters.num_dropped_with_tokenizer += len(unread)
+
+    def end_all(self, finish: Finish) -> None:
+        """Ends every open answer for a reason of this process, so that no client waits for it."""
+        for request_id, answer in self._open.items():
+            ending = _ending_at(answer.decoder.next_index, answer.decoder.text_offset, finish)
+            self._outgoing.add_chunk(answer.tokenizer, request_id, answer.attempt, ending, 0)
+            self._outgoing.failures.append((request_id, answer.attempt))
+            self._remember_ended(request_id, answer.attempt, None)
+        self._open.clear()
+
+    def _take_long_row(
+        self, request_id: bytes, answer: _OpenAnswer, row: tuple[int, list[int], Finish], cached_tokens: int
+    ) -> None:
+        """A replay, in pieces: a chunk must stay far below the limit of a frame."""
+        first_index, token_ids, finish = row
+        for start in range(0, len(token_ids), MAX_IDS_OF_A_CHUNK):
+            piece = token_ids[start : start + MAX_IDS_OF_A_CHUNK]
+            is_last = start + len(piece) == len(token_ids)
+            if self._open.get(request_id) is answer:
+                piece_row = (first_index + start, piece, finish if is_last else Finish.NONE)
+                self._take_row(request_id, answer, piece_row, cached_tokens)
+
+    def _take_row(
+        self, request_id: bytes, answer: _OpenAnswer, row: tuple[int, list[int], Finish], cached_tokens: int
+    ) -> None:
+        decoder = answer.decoder
+        next_index, text_offset = decoder.next_index, decoder.text_offset
+        try:
+            chunk = decoder.advance(*row)
+        except Exception:
+            ending = _ending_at(next_index, text_offset, Finish.INTERNAL_ERROR)
+            self._fail(request_id, answer.attempt, answer.tokenizer, ending)
+            return
+        if chunk is None:
+            self.counters.num_old_rows += 1
+            return
+        self.counters.num_tokens += len(chunk.token_ids)
+        self.counters.num_chunks += 1
+        self._outgoing.add_chunk(answer.tokenizer, request_id, answer.attempt, chunk, cached_tokens)
+        if chunk.finish is not Finish.NONE:
+            self._end(request_id, answer, chunk)
+
+    def _end(self, request_id: bytes, answer: _OpenAnswer, chunk: AnswerChunk) -> None:
+        del self._open[request_id]
+        end_index = None
+        if chunk.finish is Finish.STOP_STRING:
+            end_index = answer.decoder.next_index
+            self._outgoing.stops_found.append((request_id, answer.attempt, end_index))
+            self.counters.num_stops_found += 1
+        self._remember_ended(request_id, answer.attempt, end_index)
+
+    def _take_stray(self, request_id: bytes, attempt: int, finish: Finish) -> None:
+        """A row of no open answer: an older attempt, one that has ended, or one never heard of."""
+        known = self._open.get(request_id)
+        ended_attempt, end_index = self._ended.get(request_id, (-1, None))
+        if max(known.attempt if known else -1, ended_attempt) < attempt:
+            self._ask_from_start(request_id, attempt)
+            return
+        self.counters.num_old_rows += 1
+        if attempt == ended_attempt and end_index is not None and finish is Finish.NONE:
+            # The scheduler still produces: it may never have heard of the stop.
+            self._outgoing.stops_found.append((request_id, attempt, end_index))
+
+    def _ask_again(self, request_id: bytes, answer: _OpenAnswer) -> None:
+        next_index = answer.decoder.next_index
+        answer.num_rows_since_ask += 1
+        if answer.asked_index == next_index and answer.num_rows_since_ask < ROWS_BETWEEN_ASKS:
+            return
+        answer.asked_index, answer.num_rows_since_ask = next_index, 0
+        self._outgoing.resends.append((request_id, answer.attempt, next_index))
+        self.counters.num_resends_asked += 1
+
+    def _ask_from_start(self, request_id: bytes, attempt: int) -> None:
+        num_rows = self._unknown.pop((request_id, attempt), 0)
+        self._unknown[request_id, attempt] = (num_rows + 1) % ROWS_BETWEEN_ASKS
+        _forget_oldest(self._unknown, MAX_UNKNOWN_REMEMBERED)
+        if num_rows == 0:
+            self._outgoing.resends.append((request_id, attempt, 0))
+            self.counters.num_resends_asked += 1
+
+    def _fail(self, request_id: bytes, attempt: int, tokenizer: bytes, chunk: AnswerChunk) -> None:
+        """Called while an exception is handled: this answer ends here, both sides are told, the others go on."""
+        _log.exception("answer %s attempt %d of %r could not be decoded", request_id.hex(), attempt, tokenizer)
+        self._open.pop(request_id, None)
+        self._outgoing.add_chunk(tokenizer, request_id, attempt, chunk, 0)
+        self._outgoing.failures.append((request_id, attempt))
+        self._remember_ended(request_id, attempt, None)
+        self.counters.num_failed += 1
+
+    def _remember_ended(self, request_id: bytes, attempt: int, end_index: int | None) -> None:
+        self._ended.pop(request_id, None)
+        self._ended[request_id] = (attempt, end_index)
+        _forget_oldest(self._ended, MAX_ENDED_REMEMBERED)
+
+
+def _ending_at(next_index: int, text_offset: int, finish: Finish) -> AnswerChunk:
+    return AnswerChunk(next_index, (), "", text_offset, finish)
+
+
+def _forget_oldest(entries: dict[K, V], most: int) -> None:
+    while len(entries) > most:
+        del entries[next(iter(entries))]
