@@ -15,7 +15,7 @@ from services.model_files.gguf_metadata import GgufHeader
 from services.model_files.source import ModelFiles, read_json_object
 
 # token_type in GGUF. UNUSED entries are padding rows of the embedding matrix and stand for no text.
-GGUF_UNKNOWN, GGUF_CONTROL, GGUF_USER_DEFINED, GGUF_UNUSED, GGUF_BYTE = 2, 3, 4, 5, 6
+GGUF_NORMAL, GGUF_UNKNOWN, GGUF_CONTROL, GGUF_USER_DEFINED, GGUF_UNUSED = 1, 2, 3, 4, 5
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _GGUF_NAMED_TOKENS = {
