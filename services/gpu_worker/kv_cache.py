@@ -1,11 +1,11 @@
 """gpu_worker: the paged pool of keys and values, allocated once.
 
-Owns the memory only. Which page belongs to whom is the scheduler's business: this module never allocates or frees a page.
+Owns the memory only. Which page belongs to whom is the scheduler's business: this module never allocates or frees one.
 
     keys, values: [num_layers, num_pages + 1, page_size, num_kv_heads, head_dim]
 
-Page ids 0 .. num_pages - 1 are the scheduler's. The extra last page is the *dummy page*: padding and warm-up write there
-and nobody's tokens ever do.
+Page ids 0 .. num_pages - 1 are the scheduler's. The extra last page is the *dummy page*: padding and warm-up write
+there and nobody's tokens ever do.
 """
 
 from __future__ import annotations
@@ -78,6 +78,18 @@ class KvCache:
     def value_slots(self, layer: int) -> Tensor:
         """A view of one layer's values by slot: [(num_pages + 1) * page_size, num_kv_heads, head_dim]."""
         return self.values[layer].flatten(0, 1)
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores new tokens' keys and values.
+
+        Args:
+            layer: of the model.
+            slots: [num_tokens] int64; where a slot is named twice (padding) any of the tokens stays.
+            keys: [num_tokens, num_kv_heads, head_dim].
+            values: likewise.
+        """
+        self.key_slots(layer).index_copy_(0, slots, keys)
+        self.value_slots(layer).index_copy_(0, slots, values)
 
     def zero_pages(self, page_ids: Sequence[int]) -> None:
         """Clears pages in all layers, so that what a failed row left (NaN) cannot reach whoever gets the page next."""

@@ -1,7 +1,7 @@
 """gpu_worker: one forward pass of a model over the paged pool.
 
-Joins the four things that a step needs: the configuration, the weights, the pool and an attention backend. Owns none of a
-request's state and never samples: it turns `StepInputs` into logits.
+Joins the four things that a step needs: the configuration, the weights, the pool and an attention backend. Owns none of
+a request's state and never samples: it turns `StepInputs` into logits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from torch import Tensor
 from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.kv_cache import KvCache
 from services.gpu_worker.models.config import ModelConfig
-from services.gpu_worker.models.decoder import DecoderWeights, decoder_forward
+from services.gpu_worker.models.decoder import decoder_forward
+from services.gpu_worker.models.layer_weights import DecoderWeights
 from services.gpu_worker.step_inputs import StepInputs
 
 
@@ -48,7 +49,7 @@ class ModelRunner:
     def dummy_inputs(self, num_tokens: int, num_rows: int) -> StepInputs:
         """A step of `num_tokens` tokens in `num_rows` rows that touches only the dummy page, to measure or to warm up.
 
-        The tokens are spread over the rows, every row samples: the largest step that a token budget and a row limit allow.
+        The tokens are spread over the rows and every row samples: the largest step that both limits allow.
         """
         if not 1 <= num_rows <= num_tokens:
             raise ValueError(f"{num_tokens} tokens cannot be spread over {num_rows} rows")

@@ -48,7 +48,7 @@ class StepInputs:
         input_ids: [num_tokens] int64, new tokens of all rows, flattened.
         positions: [num_tokens] int64, position of each new token in its request.
         slot_mapping: [num_tokens] int64, slot that receives the token's key and value; one slot for one token.
-        page_table: [num_rows, max_pages] int64, pages of each row in order; entries past a row's end are any valid page.
+        page_table: [num_rows, max_pages] int64, pages of each row in order; past a row's end any valid page.
         query_lengths: num_rows numbers >= 1, new tokens of each row; their sum is num_tokens.
         context_lengths: num_rows numbers, tokens of each row after this step, new ones included.
         sample_indices: [num_sampling_rows] int64, indices into [0, num_tokens) whose logits are wanted, in row order.

@@ -1,7 +1,7 @@
 """gpu_worker: the seam between a model and the way attention is computed.
 
-A backend lays out one step once (`begin_step`: masks, index tensors, whatever it needs from the page table) and hands back
-a `StepAttention`, which every layer of the model gets as an argument. Nothing about a step is kept outside of it.
+A backend lays out one step once (`begin_step`: masks, index tensors, whatever it needs from the page table) and hands
+back a `StepAttention`, which every layer of the model gets as an argument. Nothing about a step is kept outside of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StepAttention(Protocol):
             window: the token sees only itself and the `window - 1` tokens before it; None: all of them.
 
         Returns:
-            [num_tokens, num_heads, head_dim], in the dtype of the queries. A token's result depends on its own row only.
+            [num_tokens, num_heads, head_dim], in the dtype of the queries. A token's result depends on its row only.
         """
 
 

@@ -1,0 +1,113 @@
+"""gpu_worker: paged attention for CPUs.
+
+Decoding rows read keys and values in place (`sparse_decode`). A row with several new tokens reads its context as a view
+where its pages are neighbours in the pool, and otherwise gathers it: once for a whole chunk of tokens, which then each
+go through all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.gpu_worker.attention.row_span import RowSpan, additive_mask, attend_span, row_spans
+from services.gpu_worker.attention.sparse_decode import SparseDecode, has_sparse_products
+from services.gpu_worker.kv_cache import KvCache
+from services.gpu_worker.step_inputs import StepInputs
+
+
+class PagedCpuAttention:
+    """An `AttentionBackend` for the CPU."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Finds out whether there are sparse products for the pool's dtype; if not, decoding rows go as others do."""
+        self._decodes_sparsely = has_sparse_products(dtype)
+
+    def begin_step(self, inputs: StepInputs, kv_cache: KvCache) -> PagedCpuStep:
+        """See `AttentionBackend.begin_step`."""
+        return PagedCpuStep(inputs, kv_cache, self._decodes_sparsely)
+
+
+class PagedCpuStep:
+    """A `StepAttention`. What layers with the same window share is laid out at the first of them."""
+
+    def __init__(self, inputs: StepInputs, kv_cache: KvCache, decodes_sparsely: bool) -> None:
+        """Keeps the step's inputs and the pool."""
+        self._inputs = inputs
+        self._kv_cache = kv_cache
+        self._decodes_sparsely = decodes_sparsely
+        self._longest = max(inputs.context_lengths)
+        self._layouts: dict[int | None, _Layout] = {}
+
+    def write_kv(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """See `StepAttention.write_kv`."""
+        self._kv_cache.write(layer, self._inputs.slot_mapping, keys, values)
+
+    def attend(self, layer: int, queries: Tensor, window: int | None) -> Tensor:
+        """See `StepAttention.attend`."""
+        layout = self._layout(window, queries.shape[1])
+        keys, values = self._kv_cache.key_slots(layer), self._kv_cache.value_slots(layer)
+        if layout.decode is not None and not layout.contexts:
+            return layout.decode.attend(queries, keys, values)
+        attended = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        if layout.decode is not None:
+            attended[layout.decode_tokens] = layout.decode.attend(queries, keys, values)
+        for context in layout.contexts:
+            tokens = context.span.tokens
+            attended[tokens] = attend_span(queries[tokens], context.read(keys), context.read(values), context.mask)
+        return attended
+
+    def _layout(self, window: int | None, num_heads: int) -> _Layout:
+        if window is not None and window >= self._longest:
+            window = None
+        if window not in self._layouts:
+            self._layouts[window] = self._lay_out(window, num_heads)
+        return self._layouts[window]
+
+    def _lay_out(self, window: int | None, num_heads: int) -> _Layout:
+        decoding: list[RowSpan] = []
+        contexts: list[_Context] = []
+        for span in row_spans(self._inputs, window):
+            if span.num_new == 1 and self._decodes_sparsely:
+                decoding.append(span)
+                continue
+            mask = additive_mask(span, window, self._kv_cache.shape.dtype, self._inputs.positions.device)
+            contexts.append(_Context(span, mask, self._slots(span)))
+        decode = SparseDecode(self._inputs, decoding, num_heads, self._kv_cache) if decoding else None
+        return _Layout(decode, torch.tensor([span.tokens.start for span in decoding], dtype=torch.int64), contexts)
+
+    def _slots(self, span: RowSpan) -> slice | Tensor:
+        """The slots of a span in order: a slice where they are neighbours, [length] int64 where they are not."""
+        page_size = self._kv_cache.shape.page_size
+        first_page, end_page = span.first // page_size, -(-span.end // page_size)
+        pages = self._inputs.page_table[span.row, first_page:end_page]
+        if bool((pages.diff() == 1).all()):
+            start = int(pages[0]) * page_size + span.first % page_size
+            return slice(start, start + span.length)
+        slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()  # [pages * page_size]
+        offset = span.first - first_page * page_size
+        return slots[offset : offset + span.length]
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """A row whose span is read as one block."""
+
+    span: RowSpan
+    mask: Tensor | None
+    slots: slice | Tensor
+
+    def read(self, pool: Tensor) -> Tensor:
+        """[length, num_kv_heads, head_dim] out of a layer's [num_slots, num_kv_heads, head_dim]: a view if possible."""
+        return pool[self.slots] if isinstance(self.slots, slice) else pool.index_select(0, self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What all layers with one window share in a step."""
+
+    decode: SparseDecode | None
+    decode_tokens: Tensor
+    contexts: list[_Context]

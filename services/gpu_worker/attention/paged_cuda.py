@@ -1,0 +1,151 @@
+"""gpu_worker: paged attention for CUDA devices with torch's own kernels, launched one by one.
+
+Decoding rows are gathered into padded blocks of bounded size and attended together; a row with several new tokens goes
+by itself. Nothing waits for the device: all lengths are host numbers. (Runs on any device; only its speed is CUDA's.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from services.gpu_worker.attention.row_span import RowSpan, additive_mask, attend_span, row_spans
+from services.gpu_worker.kv_cache import KvCache
+from services.gpu_worker.step_inputs import StepInputs
+
+# Largest gathered block of keys (and of values) in elements: 64 Mi, 128 MiB in half precision.
+_MAX_BLOCK_ELEMENTS = 64 * 1024 * 1024
+
+
+class PagedCudaAttention:
+    """An `AttentionBackend` for CUDA devices."""
+
+    def __init__(self, max_block_elements: int = _MAX_BLOCK_ELEMENTS) -> None:
+        """`max_block_elements` bounds what decoding rows gather at once; a row that alone exceeds it goes alone."""
+        self._max_block_elements = max_block_elements
+
+    def begin_step(self, inputs: StepInputs, kv_cache: KvCache) -> PagedCudaStep:
+        """See `AttentionBackend.begin_step`."""
+        return PagedCudaStep(inputs, kv_cache, self._max_block_elements)
+
+
+class PagedCudaStep:
+    """A `StepAttention`. What layers with the same window share is laid out at the first of them."""
+
+    def __init__(self, inputs: StepInputs, kv_cache: KvCache, max_block_elements: int) -> None:
+        """Keeps the step's inputs and the pool."""
+        self._inputs = inputs
+        self._kv_cache = kv_cache
+        self._max_block_elements = max_block_elements
+        self._layouts: dict[int | None, _Layout] = {}
+
+    def write_kv(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """See `StepAttention.write_kv`."""
+        self._kv_cache.write(layer, self._inputs.slot_mapping, keys, values)
+
+    def attend(self, layer: int, queries: Tensor, window: int | None) -> Tensor:
+        """See `StepAttention.attend`."""
+        if window not in self._layouts:
+            self._layouts[window] = self._lay_out(window)
+        layout = self._layouts[window]
+        keys, values = self._kv_cache.key_slots(layer), self._kv_cache.value_slots(layer)
+        attended = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        for block in layout.blocks:
+            attended[block.tokens] = block.attend(queries, keys, values)
+        for context in layout.contexts:
+            tokens = context.span.tokens
+            attended[tokens] = attend_span(queries[tokens], keys[context.slots], values[context.slots], context.mask)
+        return attended
+
+    def _lay_out(self, window: int | None) -> _Layout:
+        spans = row_spans(self._inputs, window)
+        dtype, device = self._kv_cache.shape.dtype, self._inputs.positions.device
+        contexts = [
+            _Context(span, additive_mask(span, window, dtype, device), self._slots([span])[0, : span.length])
+            for span in spans
+            if span.num_new > 1
+        ]
+        blocks = [self._decode_block(group) for group in self._groups([span for span in spans if span.num_new == 1])]
+        return _Layout(blocks, contexts)
+
+    def _groups(self, spans: list[RowSpan]) -> Iterator[list[RowSpan]]:
+        """Decoding rows, shortest first, in groups whose padded size stays under the bound."""
+        shape = self._kv_cache.shape
+        group: list[RowSpan] = []
+        for span in sorted(spans, key=lambda span: span.length):
+            if (
+                group
+                and (len(group) + 1) * span.length * shape.num_kv_heads * shape.head_dim > self._max_block_elements
+            ):
+                yield group
+                group = []
+            group.append(span)
+        if group:
+            yield group
+
+    def _decode_block(self, spans: list[RowSpan]) -> _DecodeBlock:
+        device = self._inputs.positions.device
+        lengths = torch.tensor([span.length for span in spans], device=device)
+        tokens = torch.tensor([span.tokens.start for span in spans], device=device)
+        slots = self._slots(spans)  # [num_spans, longest]
+        is_padding = torch.arange(slots.shape[1], device=device) >= lengths[:, None]  # [num_spans, longest]
+        mask = torch.zeros_like(slots, dtype=self._kv_cache.shape.dtype).masked_fill_(is_padding, float("-inf"))
+        return _DecodeBlock(tokens, slots, mask[:, None, None])
+
+    def _slots(self, spans: list[RowSpan]) -> Tensor:
+        """Slots of the spans in order, [num_spans, longest] int64; a shorter row repeats its last slot."""
+        device = self._inputs.positions.device
+        page_size = self._kv_cache.shape.page_size
+        rows = torch.tensor([span.row for span in spans], device=device)
+        firsts = torch.tensor([span.first for span in spans], device=device)
+        ends = torch.tensor([span.end for span in spans], device=device)
+        positions = firsts[:, None] + torch.arange(max(span.length for span in spans), device=device)
+        positions = positions.minimum(ends[:, None] - 1)
+        pages = self._inputs.page_table[rows[:, None], positions // page_size]
+        return pages * page_size + positions % page_size
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeBlock:
+    """Decoding rows that are attended together.
+
+    Attributes:
+        tokens: [num_spans] int64, their places among the new tokens.
+        slots: [num_spans, longest] int64.
+        mask: [num_spans, 1, 1, longest], 0 and, for padding, -inf.
+    """
+
+    tokens: Tensor
+    slots: Tensor
+    mask: Tensor
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of these rows: [num_spans, num_heads, head_dim]."""
+        # The query heads that share a key/value head stand where a sequence of queries usually stands.
+        num_spans, num_kv_heads, head_dim = len(self.tokens), *keys.shape[1:]
+        grouped = queries[self.tokens].view(num_spans, num_kv_heads, -1, head_dim)  # [..., group, head_dim]
+        context_keys = keys[self.slots].transpose(1, 2)  # [num_spans, num_kv_heads, longest, head_dim]
+        context_values = values[self.slots].transpose(1, 2)
+        attended = functional.scaled_dot_product_attention(grouped, context_keys, context_values, attn_mask=self.mask)
+        return attended.flatten(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """A row with several new tokens: its span, mask and slots [length]."""
+
+    span: RowSpan
+    mask: Tensor | None
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What all layers with one window share in a step."""
+
+    blocks: list[_DecodeBlock]
+    contexts: list[_Context]

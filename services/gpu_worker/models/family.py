@@ -1,0 +1,59 @@
+"""gpu_worker: what distinguishes one model family from another.
+
+A family is data and functions: defaults of its configuration, which projections have biases, which layers see through a
+window, and how it makes queries, keys and values. The rest of a decoder is the same for all (`decoder.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from services.gpu_worker.models.config import ModelConfig
+from services.gpu_worker.models.config_fields import ConfigFields
+from services.gpu_worker.models.layer_weights import LayerWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """Which projections of a layer add a bias."""
+
+    qkv: bool
+    output: bool
+    mlp: bool
+
+
+NO_BIASES = Biases(qkv=False, output=False, mlp=False)
+
+# (hidden [num_tokens, hidden_size], layer, config, (cos, sin)) -> queries [num_tokens, num_heads, head_dim], keys and
+# values [num_tokens, num_kv_heads, head_dim], positions rotated in.
+ProjectQkv = Callable[[Tensor, LayerWeights, ModelConfig, tuple[Tensor, Tensor]], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One model type of config.json.
+
+    Attributes:
+        model_type: its name there.
+        default_num_kv_heads: where the configuration has no such field; None: as many as query heads.
+        default_head_dim: likewise; None: hidden_size / num_attention_heads.
+        default_max_positions: likewise.
+        has_qk_norm: whether queries and keys are normalised head by head before they are rotated.
+        gguf_interleaves_heads: whether GGUF files of this type keep a head's rotary pairs next to each other.
+        read_biases: which projections have biases.
+        read_windows: the window of each of num_layers layers.
+        project_qkv: makes a layer's queries, keys and values.
+    """
+
+    model_type: str
+    default_num_kv_heads: int | None
+    default_head_dim: int | None
+    default_max_positions: int
+    has_qk_norm: bool
+    gguf_interleaves_heads: bool
+    read_biases: Callable[[ConfigFields], Biases]
+    read_windows: Callable[[ConfigFields, int], tuple[int | None, ...]]
+    project_qkv: ProjectQkv
