@@ -12,19 +12,21 @@ This module must never hold anything that cannot be rebuilt from the ids and the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from services.detokenizer.incremental import IncrementalDecoder, TokenPieces
 from services.detokenizer.stop_strings import StopMatcher
 from services.wire.errors import ProtocolError
 from services.wire.messages import Finish, TextParams
 
+_GOES_ON = Finish.NONE
 
-class AnswerChunk(NamedTuple):
+
+@dataclass(slots=True)
+class AnswerChunk:
     """What one advance gave: the ids taken, and the text that may be shown now.
 
-    `text` starts at byte `text_offset` of the whole answer's UTF-8 text. When `finish` is not NONE the answer has ended
-    with `first_index + len(token_ids)` completion tokens.
+    `text` starts at byte `text_offset` of the whole answer's UTF-8 text. A finish other than NONE ends the answer.
     """
 
     first_index: int
@@ -63,19 +65,23 @@ class AnswerDecoder:
         Raises:
             ProtocolError: a negative id, ids after the end, a gap, or an end below the cursor: the scheduler's fault.
         """
-        num_known = self.next_index - first_index
-        if num_known:
-            token_ids = self._drop_known(num_known, token_ids, finish)
-        if not token_ids and (finish is Finish.NONE or self._has_ended):
+        if first_index != self.next_index:
+            token_ids = self._drop_known(self.next_index - first_index, token_ids, finish)
+        if not token_ids and (finish is _GOES_ON or self._has_ended):
             return None
-        self._require_sound(token_ids, finish)
-        first_index = self.next_index
-        text = self._decode(token_ids, finish)
-        found = self._matcher is not None and self._matcher.found is not None
-        if found:
+        if self._has_ended:
+            raise ProtocolError("ids after the end of an answer")
+        first_index, text_offset, matcher = self.next_index, self.text_offset, self._matcher
+        if finish is _GOES_ON and len(token_ids) == 1:  # nearly every call
+            text = self._decoder.decode(token_ids[0])
+            self.next_index += 1
+            if matcher is not None:
+                text = matcher.feed(text, self.next_index >= self._min_tokens)
+        else:
+            text = self._decode(token_ids, finish)
+        if matcher is not None and matcher.found is not None:
             finish, token_ids = Finish.STOP_STRING, token_ids[: self.next_index - first_index]
-        self._has_ended = finish is not Finish.NONE
-        text_offset = self.text_offset
+        self._has_ended = finish is not _GOES_ON
         self.text_offset += len(text) if text.isascii() else len(text.encode())
         return AnswerChunk(first_index, token_ids, text, text_offset, finish)
 
@@ -86,35 +92,29 @@ class AnswerDecoder:
             raise ProtocolError(f"an answer ends {num_known - len(token_ids)} ids below its cursor")
         return token_ids[num_known:]
 
-    def _require_sound(self, token_ids: Sequence[int], finish: Finish) -> None:
-        if self._has_ended:
-            raise ProtocolError("ids after the end of an answer")
-        if token_ids and min(token_ids) < 0:
-            raise ProtocolError(f"negative token id {min(token_ids)}")
-        if not token_ids and finish is Finish.STOP_TOKEN:
-            raise ProtocolError("a stop token came before the finish that hides it")
-
     def _decode(self, token_ids: Sequence[int], finish: Finish) -> str:
         """The text to show; moves the cursor, to the end of the stop string if one is completed."""
-        if self._matcher is None:
-            self.next_index += len(token_ids)
-            shown_ids = token_ids[:-1] if finish is Finish.STOP_TOKEN else token_ids
-            text = self._decoder.decode(shown_ids[0]) if len(shown_ids) == 1 else self._decoder.decode_run(shown_ids)
-            return text if finish is Finish.NONE else text + self._decoder.flush()
-        return self._decode_and_match(self._matcher, token_ids, finish)
+        shown_ids = token_ids
+        if finish is Finish.STOP_TOKEN:
+            if not token_ids:
+                raise ProtocolError("a stop token came before the finish that hides it")
+            shown_ids = token_ids[:-1]
+        if self._matcher is not None:
+            return self._decode_and_match(self._matcher, shown_ids, len(token_ids) - len(shown_ids), finish)
+        text = self._decoder.decode_run(shown_ids)
+        self.next_index += len(token_ids)
+        return text if finish is _GOES_ON else text + self._decoder.flush()
 
-    def _decode_and_match(self, matcher: StopMatcher, token_ids: Sequence[int], finish: Finish) -> str:
+    def _decode_and_match(self, matcher: StopMatcher, shown_ids: Sequence[int], num_hidden: int, finish: Finish) -> str:
         shown: list[str] = []
-        last_index = self.next_index + len(token_ids) - 1
-        for token_id in token_ids:
-            adds_text = finish is not Finish.STOP_TOKEN or self.next_index != last_index
+        for token_id in shown_ids:
+            text = self._decoder.decode(token_id)
             self.next_index += 1
-            text = self._decoder.decode(token_id) if adds_text else ""
-            if text:
-                shown.append(matcher.feed(text, self.next_index >= self._min_tokens))
-                if matcher.found is not None:
-                    return "".join(shown)
-        if finish is not Finish.NONE:
+            shown.append(matcher.feed(text, self.next_index >= self._min_tokens))
+            if matcher.found is not None:
+                return "".join(shown)
+        self.next_index += num_hidden
+        if finish is not _GOES_ON:
             shown.append(matcher.feed(self._decoder.flush(), self.next_index >= self._min_tokens))
             if matcher.found is None:
                 shown.append(matcher.flush())

@@ -46,7 +46,6 @@ class Counters:
     """Totals since the start, for metrics and for tests."""
 
     num_tokens: int = 0
-    num_chunks: int = 0
     num_old_rows: int = 0
     num_resends_asked: int = 0
     num_stops_found: int = 0
@@ -73,6 +72,7 @@ class Decoders:
     def take_outgoing(self) -> Outgoing:
         """What the messages since the last call gave; the caller sends it."""
         outgoing, self._outgoing = self._outgoing, Outgoing()
+        self.counters.num_tokens += outgoing.num_tokens
         return outgoing
 
     def open(self, message: DecodeOpen) -> None:
@@ -168,8 +168,6 @@ class Decoders:
         if chunk is None:
             self.counters.num_old_rows += 1
             return
-        self.counters.num_tokens += len(chunk.token_ids)
-        self.counters.num_chunks += 1
         self._outgoing.add_chunk(answer.tokenizer, request_id, answer.attempt, chunk, cached_tokens)
         if chunk.finish is not Finish.NONE:
             self._end(request_id, answer, chunk)

@@ -15,8 +15,10 @@ This module must never look at an id's meaning beyond its bytes, and must never 
 from __future__ import annotations
 
 from codecs import utf_8_decode
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Protocol
+
+from services.wire.errors import ProtocolError
 
 MAX_HELD_BYTES = 3  # a character of four bytes that misses its last
 
@@ -67,28 +69,31 @@ class IncrementalDecoder:
     def decode(self, token_id: int) -> str:
         """The text that one more token completes: whole characters, or "".
 
-        Args:
-            token_id: at least 0; an id without an entry adds nothing. Negative ids are refused before they get here.
+        An id without an entry adds nothing. A negative id is the sender's fault: ProtocolError.
         """
         pieces = self._pieces
         if token_id >= len(pieces):
             return ""
-        return self._advance(pieces[token_id])
+        if token_id < 0:
+            raise ProtocolError(f"negative token id {token_id}")
+        stream = self._held + pieces[token_id] if self._held else pieces[token_id]
+        text, num_used = utf_8_decode(stream, "replace", False)
+        self._held = stream[num_used:]
+        return text
 
-    def decode_run(self, token_ids: Iterable[int]) -> str:
+    def decode_run(self, token_ids: Sequence[int]) -> str:
         """The same as `decode` of each id in turn, joined; one pass."""
+        if token_ids and min(token_ids) < 0:
+            raise ProtocolError(f"negative token id {min(token_ids)}")
         pieces = self._pieces
         num_pieces = len(pieces)
-        return self._advance(b"".join([pieces[i] for i in token_ids if i < num_pieces]))
+        stream = self._held + b"".join([pieces[i] for i in token_ids if i < num_pieces])
+        text, num_used = utf_8_decode(stream, "replace", False)
+        self._held = stream[num_used:]
+        return text
 
     def flush(self) -> str:
         """The end: a character that was cut off becomes one U+FFFD."""
         text, _ = utf_8_decode(self._held, "replace", True)
         self._held = b""
-        return text
-
-    def _advance(self, new_bytes: bytes) -> str:
-        stream = self._held + new_bytes
-        text, num_used = utf_8_decode(stream, "replace", False)
-        self._held = stream[num_used:]
         return text

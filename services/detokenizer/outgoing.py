@@ -6,78 +6,55 @@ message costs much, a row in it little.
 
 from __future__ import annotations
 
+from itertools import chain
+
 from services.detokenizer.answer import AnswerChunk
 from services.wire.columns import pack_int32, pack_request_ids
-from services.wire.messages import DecodeFailed, Finish, Resend, StopFound, TextChunks
+from services.wire.messages import DecodeFailed, Resend, StopFound, TextChunks
 
 MAX_ROWS = 65_536  # of one TextChunks message
 MAX_CHUNK_BYTES = 4 * 1024 * 1024  # where another message begins; a quarter of the largest frame
 
 
-class ChunkColumns:
-    """The rows for one tokenizer."""
+class ChunkRows:
+    """The rows for one tokenizer; they become columns when all are there, which is cheaper than ten appends a row."""
 
-    __slots__ = (
-        "_attempts",
-        "_cached_tokens",
-        "_completion_tokens",
-        "_counts",
-        "_finishes",
-        "_first_indexes",
-        "_num_bytes",
-        "_request_ids",
-        "_text_offsets",
-        "_texts",
-        "_token_ids",
-    )
+    __slots__ = ("_most_bytes", "_rows", "num_tokens")
 
     def __init__(self) -> None:
-        self._request_ids: list[bytes] = []
-        self._attempts: list[int] = []
-        self._first_indexes: list[int] = []
-        self._counts: list[int] = []
-        self._token_ids: list[int] = []
-        self._text_offsets: list[int] = []
-        self._texts: list[str] = []
-        self._finishes = bytearray()
-        self._completion_tokens: list[int] = []
-        self._cached_tokens: list[int] = []
-        self._num_bytes = 0  # at most: four bytes a character
+        self._rows: list[tuple[bytes, int, int, AnswerChunk]] = []
+        self._most_bytes = 0  # of ids and texts, counting four bytes a character
+        self.num_tokens = 0
 
     @property
     def is_full(self) -> bool:
         """Whether the next row belongs into another message."""
-        return self._num_bytes > MAX_CHUNK_BYTES or len(self._texts) == MAX_ROWS
+        return self._most_bytes > MAX_CHUNK_BYTES or len(self._rows) == MAX_ROWS
 
-    def add(self, request_id: bytes, attempt: int, chunk: AnswerChunk, cached_tokens: int) -> None:
+    def add(self, request_id: bytes, attempt: int, cached_tokens: int, chunk: AnswerChunk) -> None:
         """One more row."""
-        first_index, token_ids, text, text_offset, finish = chunk
-        num_ids = len(token_ids)
-        self._request_ids.append(request_id)
-        self._attempts.append(attempt)
-        self._first_indexes.append(first_index)
-        self._counts.append(num_ids)
-        self._token_ids.extend(token_ids)
-        self._text_offsets.append(text_offset)
-        self._texts.append(text)
-        self._finishes.append(finish)
-        self._completion_tokens.append(first_index + num_ids if finish is not Finish.NONE else 0)
-        self._cached_tokens.append(cached_tokens)
-        self._num_bytes += 4 * (num_ids + len(text))
+        self._rows.append((request_id, attempt, cached_tokens, chunk))
+        num_ids = len(chunk.token_ids)
+        self.num_tokens += num_ids
+        self._most_bytes += 4 * (num_ids + len(chunk.text))
 
     def message(self) -> TextChunks:
         """The rows as they travel."""
+        request_ids, attempts, cached_tokens, chunks = zip(*self._rows, strict=True)
+        counts = [len(chunk.token_ids) for chunk in chunks]
         return TextChunks(
-            request_ids=pack_request_ids(self._request_ids),
-            attempts=pack_int32(self._attempts),
-            first_indexes=pack_int32(self._first_indexes),
-            counts=pack_int32(self._counts),
-            token_ids=pack_int32(self._token_ids),
-            text_offsets=pack_int32(self._text_offsets),
-            texts=tuple(self._texts),
-            finishes=bytes(self._finishes),
-            completion_tokens=pack_int32(self._completion_tokens),
-            cached_tokens=pack_int32(self._cached_tokens),
+            request_ids=pack_request_ids(request_ids),
+            attempts=pack_int32(attempts),
+            first_indexes=pack_int32([chunk.first_index for chunk in chunks]),
+            counts=pack_int32(counts),
+            token_ids=pack_int32(chain.from_iterable([chunk.token_ids for chunk in chunks])),
+            text_offsets=pack_int32([chunk.text_offset for chunk in chunks]),
+            texts=tuple([chunk.text for chunk in chunks]),
+            finishes=bytes([chunk.finish for chunk in chunks]),
+            completion_tokens=pack_int32(
+                [chunk.first_index + len(chunk.token_ids) if chunk.finish else 0 for chunk in chunks]
+            ),
+            cached_tokens=pack_int32(cached_tokens),
         )
 
 
@@ -85,8 +62,8 @@ class Outgoing:
     """Everything to be sent after one batch."""
 
     def __init__(self) -> None:
-        self._open_columns: dict[bytes, ChunkColumns] = {}
-        self._full_columns: list[tuple[bytes, ChunkColumns]] = []
+        self._rows_of: dict[bytes, ChunkRows] = {}
+        self._full: list[tuple[bytes, ChunkRows]] = []
         self.stops_found: list[tuple[bytes, int, int]] = []  # request id, attempt, end index
         self.failures: list[tuple[bytes, int]] = []  # request id, attempt
         self.resends: list[tuple[bytes, int, int]] = []  # request id, attempt, first index
@@ -95,17 +72,21 @@ class Outgoing:
         self, tokenizer: bytes, request_id: bytes, attempt: int, chunk: AnswerChunk, cached_tokens: int
     ) -> None:
         """A row for the tokenizer process of that identity."""
-        columns = self._open_columns.get(tokenizer)
-        if columns is None:
-            columns = self._open_columns[tokenizer] = ChunkColumns()
-        columns.add(request_id, attempt, chunk, cached_tokens)
-        if columns.is_full:
-            self._full_columns.append((tokenizer, self._open_columns.pop(tokenizer)))
+        rows = self._rows_of.get(tokenizer)
+        if rows is None:
+            rows = self._rows_of[tokenizer] = ChunkRows()
+        rows.add(request_id, attempt, cached_tokens, chunk)
+        if rows.is_full:
+            self._full.append((tokenizer, self._rows_of.pop(tokenizer)))
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids in all chunks."""
+        return sum(rows.num_tokens for _, rows in self._all_rows())
 
     def for_tokenizers(self) -> list[tuple[bytes, TextChunks]]:
         """(identity, message) in the order in which they must be sent."""
-        columns = [*self._full_columns, *self._open_columns.items()]
-        return [(tokenizer, rows.message()) for tokenizer, rows in columns]
+        return [(tokenizer, rows.message()) for tokenizer, rows in self._all_rows()]
 
     def for_scheduler(self) -> list[StopFound | DecodeFailed | Resend]:
         """What the scheduler must hear, stops first: they free pages."""
@@ -118,6 +99,9 @@ class Outgoing:
         if self.resends:
             messages.append(Resend(*_three_columns(self.resends)))
         return messages
+
+    def _all_rows(self) -> list[tuple[bytes, ChunkRows]]:
+        return [*self._full, *self._rows_of.items()]
 
 
 def _three_columns(rows: list[tuple[bytes, int, int]]) -> tuple[bytes, bytes, bytes]:

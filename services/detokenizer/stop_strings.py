@@ -18,7 +18,6 @@ This module must never read a clock or a token id.
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ class StopAutomaton:
     stop that ends at s.
     """
 
-    first_characters: re.Pattern[str]
+    first_characters: frozenset[str]
     labels: str
     branches: dict[tuple[int, str], int]
     fallbacks: array[int]
@@ -69,9 +68,8 @@ def compile_stops(stops: tuple[str, ...]) -> StopAutomaton:
     if not stops or "" in stops:
         raise ValueError("a stop string must not be empty")
     labels, branches, complete = _insert_all(sorted(set(stops)))
-    first_characters = "".join(re.escape(character) for character in sorted({stop[0] for stop in stops}))
     automaton = StopAutomaton(
-        first_characters=re.compile(f"[{first_characters}]"),
+        first_characters=frozenset(stop[0] for stop in stops),
         labels="".join(labels),
         branches=branches,
         fallbacks=array("i", bytes(4 * len(labels))),
@@ -151,10 +149,13 @@ class StopMatcher:
         if self.found is not None:
             raise ValueError("the answer has ended")
         automaton, state = self._automaton, self._state
-        if state == 0 and automaton.first_characters.search(text) is None:
+        first_characters = automaton.first_characters
+        if state == 0 and first_characters.isdisjoint(text):
             return text
         step, complete = automaton.step, automaton.complete
         for position, character in enumerate(text):
+            if state == 0 and character not in first_characters:
+                continue
             state = step(state, character)
             if state in complete:
                 if counts:
