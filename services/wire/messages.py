@@ -15,14 +15,16 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Annotated
 
-from services.wire.codec import Column, Exactly, Limit, Range, message
+from services.wire.codec import message
+from services.wire.columns import unpack_int32
 from services.wire.errors import ProtocolError
+from services.wire.forms import Column, Exactly, Limit, Range
 
 PROTOCOL_VERSION = 1
 
 RequestId = Annotated[bytes, Exactly(16)]
 RequestIds = Annotated[bytes, Column(16)]
-Int32s = Annotated[bytes, Column(4)]
+Int32s = Annotated[bytes, Column(4, is_natural=True)]  # int32, none below 0: ids, rows, pages, counts, positions
 Uint8s = Annotated[bytes, Column(1)]
 UInt31 = Annotated[int, Range(0, 2**31 - 1)]
 Epoch = Annotated[int, Range(0, 2**64 - 1)]
@@ -83,11 +85,25 @@ class WorkerCard:
     held_attempts: Int32s = b""
     held_indexes: Int32s = b""
 
+    def check(self) -> None:
+        """ProtocolError unless the columns agree."""
+        _require_rows(len(self.held_request_ids) // 16, self.held_attempts, self.held_indexes)
 
-@message(1)
+
+@dataclass(frozen=True, slots=True)
+class ForeignHello:
+    """What a Hello of another protocol version is received as; never sent. The answer is `HandshakeRefused`."""
+
+    version: UInt31
+
+
+@message(1, foreign=(PROTOCOL_VERSION, ForeignHello))
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Any process -> scheduler, until welcomed: who I am and where peers reach me ("" when nobody connects to me)."""
+    """Any process -> scheduler, until welcomed: who I am and where peers reach me ("" when nobody connects to me).
+
+    Tag and first field (the version) never change, so that a scheduler of any version can refuse the others by name.
+    """
 
     version: UInt31
     role: Role
@@ -110,7 +126,7 @@ class Welcome:
 @message(3)
 @dataclass(frozen=True, slots=True)
 class HandshakeRefused:
-    """Scheduler -> the sender of a Hello that cannot join; it ends with this reason."""
+    """Scheduler -> the sender of a Hello that cannot join; it ends with this reason. This form never changes."""
 
     version: UInt31
     reason: Annotated[str, Limit(1024)]
@@ -355,8 +371,8 @@ class TokensProduced:
         """ProtocolError unless the columns agree."""
         num_rows = len(self.request_ids) // 16
         _require_rows(num_rows, self.attempts, self.first_indexes, self.counts, self.cached_tokens)
-        if len(self.finishes) != num_rows:
-            raise ProtocolError("columns of different lengths")
+        _require_counts(self.counts, self.token_ids)
+        _require_finishes(num_rows, self.finishes)
 
 
 @message(22)
@@ -412,7 +428,9 @@ class TextChunks:
         num_rows = len(self.request_ids) // 16
         columns = (self.attempts, self.first_indexes, self.counts, self.text_offsets, self.completion_tokens)
         _require_rows(num_rows, *columns, self.cached_tokens)
-        if len(self.finishes) != num_rows or len(self.texts) != num_rows:
+        _require_counts(self.counts, self.token_ids)
+        _require_finishes(num_rows, self.finishes)
+        if len(self.texts) != num_rows:
             raise ProtocolError("columns of different lengths")
 
 
@@ -461,9 +479,12 @@ class StepPlan:
     def check(self) -> None:
         """ProtocolError unless the columns agree."""
         _require_rows(len(self.page_rows) // 4, self.page_counts)
+        _require_counts(self.page_counts, self.page_ids)
         _require_rows(len(self.rows) // 4, self.start_positions, self.num_new_tokens)
         if len(self.samples) != len(self.rows) // 4:
             raise ProtocolError("columns of different lengths")
+        if self.samples.translate(None, b"\0\1"):
+            raise ProtocolError("samples are 0 or 1")
 
 
 @message(41)
@@ -491,10 +512,28 @@ class StepResult:
         """ProtocolError unless the columns agree."""
         num_rows = len(self.rows) // 4
         _require_rows(num_rows, self.attempts, self.first_indexes, self.counts)
-        if len(self.request_ids) // 16 != num_rows or len(self.finishes) != num_rows:
+        _require_counts(self.counts, self.token_ids)
+        _require_finishes(num_rows, self.finishes)
+        if len(self.request_ids) // 16 != num_rows:
             raise ProtocolError("columns of different lengths")
+
+
+_FINISH_VALUES = bytes(Finish)
 
 
 def _require_rows(num_rows: int, *columns: bytes) -> None:
     if any(len(column) != 4 * num_rows for column in columns):
         raise ProtocolError("columns of different lengths")
+
+
+def _require_counts(counts: bytes, values: bytes) -> None:
+    total = sum(unpack_int32(counts))
+    if 4 * total != len(values):
+        raise ProtocolError(f"counts add up to {total}, column holds {len(values) // 4}")
+
+
+def _require_finishes(num_rows: int, finishes: bytes) -> None:
+    if len(finishes) != num_rows:
+        raise ProtocolError("columns of different lengths")
+    if finishes.translate(None, _FINISH_VALUES):
+        raise ProtocolError("a finish is none of ours")

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import zmq
 
-from services.wire.codec import MAX_FRAME_BYTES, decode, encode
+from services.wire.codec import decode, encode
 from services.wire.endpoints import EndpointClaim
 from services.wire.errors import EndpointInUseError, ProtocolError
+from services.wire.forms import MAX_FRAME_BYTES
 
 _HIGH_WATER_MARK = 2048
 _MAX_OUTBOX_FRAMES = 8192

@@ -1,0 +1,279 @@
+"""The wire form of a field type: how a value is read from a frame, and how it is checked and laid out for one.
+
+Supported: `int`, `float` (finite), `bool`, `str`, `bytes`, `X | None`, `tuple[X, ...]`, `dict[str, float]`, IntEnum,
+StrEnum, and frozen dataclasses as nested arrays. Bounds come from `Annotated`. Both directions hold the same bounds:
+what a process could not read, no process sends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from services.wire.errors import ProtocolError
+from services.wire.reader import Reader
+
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+MAX_KEY_BYTES = 512
+_DEFAULT_MAX_STR = 256
+_DEFAULT_MAX_ITEMS = 4096
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most bytes of a str (as UTF-8) or bytes field, or items of a tuple or dict."""
+
+    most: int
+
+
+@dataclass(frozen=True)
+class Exactly:
+    """The exact number of bytes of a bytes field."""
+
+    length: int
+
+
+@dataclass(frozen=True)
+class Column:
+    """A bytes field made of little-endian items of `item_bytes` each; `is_natural`: signed, and none is negative."""
+
+    item_bytes: int
+    is_natural: bool = False
+
+
+@dataclass(frozen=True)
+class Range:
+    """Inclusive bounds of an int field. Without it an int is a signed 64-bit number."""
+
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One field type: `read` takes its value from a frame, `write` gives what msgpack shall pack.
+
+    Both raise ProtocolError for a value outside the field's type or bounds.
+    """
+
+    read: Callable[[Reader], Any]
+    write: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The fields of a dataclass in order. `read` is told how many the frame announces."""
+
+    read: Callable[[Reader, int], Any]
+    write: Callable[[Any], list[Any]]
+
+
+_fields_of: dict[type, Fields] = {}
+
+
+def fields_of(cls: type) -> Fields:
+    """The compiled fields of a dataclass; TypeError when a field has no wire form."""
+    compiled = _fields_of.get(cls)
+    if compiled is None:
+        compiled = _fields_of[cls] = _compile_fields(cls)
+    return compiled
+
+
+def _compile_fields(cls: type) -> Fields:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    names = [field.name for field in dataclasses.fields(cls)]
+    forms = [(name, _compile(hints[name])) for name in names]
+    readers = [(name, form.read) for name, form in forms]
+    writers = [(name, form.write) for name, form in forms]
+    check = getattr(cls, "check", None)
+
+    def read(reader: Reader, arity: int) -> object:
+        if arity != len(readers):
+            raise ProtocolError(f"{cls.__name__} has {len(readers)} fields, frame holds {arity}")
+        values = []
+        for name, read_value in readers:
+            try:
+                values.append(read_value(reader))
+            except ProtocolError as error:
+                raise ProtocolError(f"{cls.__name__}.{name}: {error}") from None
+        item = cls(*values)
+        if check is not None:
+            check(item)
+        return item
+
+    def write(item: object) -> list[Any]:
+        if type(item) is not cls:
+            raise ProtocolError(f"{item!r} is no {cls.__name__}")
+        values = []
+        for name, write_value in writers:
+            try:
+                values.append(write_value(getattr(item, name)))
+            except ProtocolError as error:
+                raise ProtocolError(f"{cls.__name__}.{name}: {error}") from None
+        if check is not None:
+            check(item)
+        return values
+
+    return Fields(read, write)
+
+
+def _compile(hint: Any, bounds: tuple[Any, ...] = ()) -> Form:
+    origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        inner, *extra = typing.get_args(hint)
+        return _compile(inner, (*bounds, *extra))
+    if origin is types.UnionType or origin is typing.Union:
+        return _optional(hint, bounds)
+    if origin is tuple:
+        return _tuple(hint, _limit(bounds, _DEFAULT_MAX_ITEMS))
+    if origin is dict:
+        return _number_map(_limit(bounds, _DEFAULT_MAX_ITEMS))
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _enum(hint)
+    if dataclasses.is_dataclass(hint):
+        return _nested(cast(type, hint))
+    if hint is int:
+        return _integer(next((bound for bound in bounds if isinstance(bound, Range)), Range(-(2**63), 2**63 - 1)))
+    if hint is str:
+        return _string(_limit(bounds, _DEFAULT_MAX_STR))
+    if hint is bytes:
+        return _byte_string(bounds)
+    if hint is bool:
+        return Form(Reader.boolean, _write_boolean)
+    if hint is float:
+        return Form(Reader.number, _write_number)
+    raise TypeError(f"no wire form for {hint!r}")
+
+
+def _limit(bounds: tuple[Any, ...], default: int) -> int:
+    return next((bound.most for bound in bounds if isinstance(bound, Limit)), default)
+
+
+def _optional(hint: Any, bounds: tuple[Any, ...]) -> Form:
+    inner = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+    if len(inner) != 1 or len(typing.get_args(hint)) != 2:
+        raise TypeError(f"only `X | None` unions have a wire form, not {hint!r}")
+    form = _compile(inner[0], bounds)
+    return Form(
+        lambda reader: None if reader.nil() else form.read(reader),
+        lambda value: None if value is None else form.write(value),
+    )
+
+
+def _tuple(hint: Any, most: int) -> Form:
+    item = _compile(typing.get_args(hint)[0])
+    read_item, write_item = item.read, item.write
+
+    def write(value: Any) -> list[Any]:
+        _require(value, tuple)
+        if len(value) > most:
+            raise ProtocolError(f"{len(value)} items, limit {most}")
+        return [write_item(item) for item in value]
+
+    return Form(lambda reader: tuple([read_item(reader) for _ in range(reader.array_header(most))]), write)
+
+
+def _number_map(most: int) -> Form:
+    key = _string(MAX_KEY_BYTES)
+
+    def write(value: Any) -> dict[str, float]:
+        _require(value, dict)
+        if len(value) > most:
+            raise ProtocolError(f"{len(value)} entries, limit {most}")
+        return {key.write(name): _write_number(number) for name, number in value.items()}
+
+    return Form(lambda reader: {key.read(reader): reader.number() for _ in range(reader.map_header(most))}, write)
+
+
+def _enum(hint: type[enum.Enum]) -> Form:
+    members = {member.value: member for member in hint}
+    is_text = issubclass(hint, str)
+
+    def read(reader: Reader) -> enum.Enum:
+        value = reader.string(64) if is_text else reader.integer(0, 0xFFFF)
+        member = members.get(value)
+        if member is None:
+            raise ProtocolError(f"{value!r} is no {hint.__name__}")
+        return member
+
+    def write(value: Any) -> object:
+        _require(value, hint)
+        return value.value
+
+    return Form(read, write)
+
+
+def _nested(cls: type) -> Form:
+    # Looked up at each use: a dataclass may come before the one that it holds has been compiled.
+    return Form(
+        lambda reader: fields_of(cls).read(reader, reader.array_header(_DEFAULT_MAX_ITEMS)),
+        lambda value: fields_of(cls).write(value),
+    )
+
+
+def _integer(limits: Range) -> Form:
+    low, high = limits.low, limits.high
+
+    def write(value: Any) -> int:
+        _require(value, int)
+        if not low <= value <= high:
+            raise ProtocolError(f"{value} is outside [{low}, {high}]")
+        return cast(int, value)
+
+    return Form(lambda reader: reader.integer(low, high), write)
+
+
+def _string(most: int) -> Form:
+    def write(value: Any) -> str:
+        _require(value, str)
+        if 4 * len(value) > most and len(value.encode(errors="surrogatepass")) > most:
+            raise ProtocolError(f"string over {most} bytes")
+        return cast(str, value)
+
+    return Form(lambda reader: reader.string(most), write)
+
+
+def _byte_string(bounds: tuple[Any, ...]) -> Form:
+    exactly = next((bound.length for bound in bounds if isinstance(bound, Exactly)), None)
+    column = next((bound for bound in bounds if isinstance(bound, Column)), Column(1))
+    item_bytes, is_natural = column.item_bytes, column.is_natural
+    most = _limit(bounds, MAX_FRAME_BYTES) if exactly is None else exactly
+    least = 0 if exactly is None else exactly
+
+    def checked(value: bytes) -> bytes:
+        length = len(value)
+        if not least <= length <= most or length % item_bytes:
+            raise ProtocolError(f"{length} bytes do not fit the field")
+        if is_natural and not value[item_bytes - 1 :: item_bytes].isascii():  # the sign is in each item's last byte
+            raise ProtocolError("a negative number in a column of natural ones")
+        return value
+
+    def write(value: Any) -> bytes:
+        _require(value, bytes)
+        return checked(value)
+
+    return Form(lambda reader: checked(reader.byte_string(most)), write)
+
+
+def _write_boolean(value: Any) -> bool:
+    _require(value, bool)
+    return cast(bool, value)
+
+
+def _write_number(value: Any) -> float:
+    if type(value) is not float and type(value) is not int:
+        raise ProtocolError(f"{type(value).__name__} instead of a number")
+    if not math.isfinite(value):
+        raise ProtocolError(f"{value} is not finite")
+    return value
+
+
+def _require(value: Any, kind: type) -> None:
+    if type(value) is not kind:
+        raise ProtocolError(f"{type(value).__name__} instead of {kind.__name__}")
