@@ -1,0 +1,209 @@
+r"""Renders conversations through a model's chat template so that no client can write a control token.
+
+    model's template --rewrite literals--> `NAME system\n...`   NAMEs: private, random (see control_tokens)
+    client's messages ------ as they are ----^                  a client's "<|im_end|>" stays plain text
+
+The result is for the protected tokenizer only. Templates see the clients' real text, so whatever they do with it (trim,
+split at `</think>`, look for a prefix) works as published. A few templates do not spell a control token out but put it
+together (`'<|' + role + '|>'`); these are found at rendering time and handled by a second, shielded rendering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from services.model_files.errors import ModelFileError
+from services.model_files.tokenizer import LoadedTokenizer
+from services.tokenizer.control_tokens import ControlTokens, draw_private_text
+from services.tokenizer.conversation import (
+    Conversation,
+    Message,
+    check_text,
+    checked_template_kwargs,
+    map_texts,
+    template_messages,
+)
+from services.tokenizer.prompt_errors import (
+    ChatTemplateError,
+    ConversationError,
+    InvalidTextError,
+    NoChatTemplateError,
+    TextTooLongError,
+)
+from services.tokenizer.template_sandbox import (
+    TEMPLATE_GLOBALS,
+    CompiledTemplate,
+    RenderLimits,
+    TemplateLimitError,
+    TemplateRefusal,
+)
+
+_MAX_ERROR_CHARACTERS = 500
+_RESERVED_NAMES = TEMPLATE_GLOBALS | {
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
+    "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Variables:
+    """The part of a template's variables that holds clients' text."""
+
+    messages: list[Message]
+    tools: list[object] | None
+    kwargs: dict[str, object]
+
+    def mapped(self, change: Callable[[str], str]) -> _Variables:
+        messages, tools, kwargs = (map_texts(value, change) for value in (self.messages, self.tools, self.kwargs))
+        return _Variables(messages, tools, kwargs)  # type: ignore[arg-type]  # map_texts keeps the shape
+
+
+class ChatTemplate:
+    """The chat templates of a model; safe to use from several threads at once."""
+
+    def __init__(
+        self, loaded: LoadedTokenizer, control: ControlTokens, limits: RenderLimits, override: Path | None = None
+    ) -> None:
+        """Compile the model's templates, or the operator's file `override` in their place.
+
+        Raises:
+            ModelFileError: a template cannot be read or has a syntax error; names it and the line.
+        """
+        self._control = control
+        self._limits = limits
+        self._sources = loaded.chat_templates if override is None else {"default": _read(override)}
+        self._special_texts = {name: control.protect(text) for name, text in loaded.special_texts.items()}
+        self._compiled = {
+            name: self._compile(override or Path(f"chat template {name!r} of the model"), source)
+            for name, source in self._sources.items()
+        }
+
+    @property
+    def exists(self) -> bool:
+        """Whether chat requests can be served at all."""
+        return "default" in self._compiled
+
+    def render(self, conversation: Conversation) -> str:
+        """Return the prompt's text for the protected tokenizer: control tokens stand under their private names.
+
+        Raises:
+            NoChatTemplateError: the model has none and the operator gave none.
+            ConversationError: a message, tool or argument has the wrong shape or an unknown role.
+            InvalidTextError: a text holds half of a surrogate pair.
+            TextTooLongError: the messages, or what the template makes of them, cannot fit the context.
+            ChatTemplateError: the template refused the conversation or failed on it.
+        """
+        name = "tool_use" if conversation.tools and "tool_use" in self._compiled else "default"
+        if name not in self._compiled:
+            raise NoChatTemplateError(
+                "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
+            )
+        variables = _Variables(
+            messages=template_messages(conversation, "developer" in self._sources[name]),
+            tools=list(conversation.tools) if conversation.tools else None,
+            kwargs=checked_template_kwargs(conversation, _RESERVED_NAMES),
+        )
+        texts = self._checked_texts(variables)
+        rendered = self._render(name, conversation, variables)
+        if not self._control.spelled_out(rendered):
+            return rendered
+        return self._name_assembled_tokens(name, conversation, variables, texts) or rendered
+
+    def _checked_texts(self, variables: _Variables) -> list[str]:
+        texts: list[str] = []
+
+        def collect(text: str) -> str:
+            check_text(text, "messages")
+            if self._control.holds_private_name(text):
+                raise InvalidTextError("the text holds reserved private-use characters", "messages")
+            texts.append(text)
+            return text
+
+        variables.mapped(collect)
+        num_characters = sum(map(len, texts))
+        if num_characters > self._limits.max_characters:
+            raise TextTooLongError(
+                f"the messages have {num_characters} characters, at most {self._limits.max_characters} can fit",
+                "messages",
+            )
+        return texts
+
+    def _name_assembled_tokens(
+        self, name: str, conversation: Conversation, variables: _Variables, texts: list[str]
+    ) -> str | None:
+        """Render once more with the clients' text shielded; return None if then no control token is spelled out.
+
+        A public spelling in the result came from a client, or from a template that puts control tokens together. With
+        the shield, a client's text lacks every first and last character of a control token: what is found now is the
+        template's, gets its private name, and only then the shield comes off.
+        """
+        shield = self._control.shield(texts)
+        shielded = self._render(name, conversation, variables.mapped(shield.raised))
+        if not shield.spelled_out(shielded):
+            return None
+        return shield.lowered(shield.protect(shielded))
+
+    def _render(self, name: str, conversation: Conversation, variables: _Variables) -> str:
+        mark = draw_private_text(8)
+        messages = variables.messages
+        if conversation.continue_final_message:
+            messages = [*messages[:-1], _with_mark(messages[-1], mark, conversation)]
+        text = self._run(name, {
+            **self._special_texts,
+            **variables.kwargs,
+            "messages": messages,
+            "tools": variables.tools,
+            "documents": None,
+            "add_generation_prompt": conversation.add_generation_prompt,
+        })  # fmt: skip
+        return _cut_at_mark(text, mark, variables.messages[-1]) if conversation.continue_final_message else text
+
+    def _run(self, name: str, variables: dict[str, object]) -> str:
+        try:
+            return self._compiled[name].render(variables)
+        except TemplateRefusal as error:
+            problem = f"the chat template refuses this conversation: {error}"
+        except TemplateLimitError as error:
+            problem = f"the chat template was stopped: {error}"
+        except Exception as error:  # templates run into errors of any type, by what clients send them
+            problem = f"the chat template cannot render this conversation: {error}"
+        raise ChatTemplateError(self._control.reveal(problem)[:_MAX_ERROR_CHARACTERS], "messages")
+
+    def _compile(self, origin: Path, source: str) -> CompiledTemplate:
+        try:
+            return CompiledTemplate(source, self._control.protect, self._limits)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelFileError(origin, f"line {error.lineno}: {error.message}") from None
+
+
+def _with_mark(message: Message, mark: str, conversation: Conversation) -> Message:
+    content = message["content"]
+    if conversation.add_generation_prompt:
+        raise ConversationError("cannot be combined with add_generation_prompt", "continue_final_message")
+    if message["role"] != "assistant" or not isinstance(content, str) or not content.strip():
+        raise ConversationError("the last message must be the assistant's and hold text", "continue_final_message")
+    kept = content.rstrip()
+    return {**message, "content": kept + mark + content[len(kept) :]}
+
+
+def _cut_at_mark(text: str, mark: str, message: Message) -> str:
+    """End the text where the last message's content ends, with its trailing blanks if the template keeps them."""
+    before, found, after = text.rpartition(mark)
+    if not found:
+        raise ChatTemplateError("the chat template does not show the last message", "continue_final_message")
+    content = str(message["content"])
+    blanks = content[len(content.rstrip()) :]
+    return before.replace(mark, "") + (blanks if after.startswith(blanks) else "")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelFileError(path, f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ModelFileError(path, "is not UTF-8 text") from None

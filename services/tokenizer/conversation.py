@@ -1,0 +1,186 @@
+"""A chat request as templates see it: messages brought into one shape, checked, with plain text contents.
+
+Runs in the tokenizer process, on a pool thread for long conversations; owns nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from services.tokenizer.prompt_errors import ConversationError, InvalidTextError
+
+Message: TypeAlias = "dict[str, object]"
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# What reaches a template of a message; other keys that clients send along mean nothing to a model.
+_MESSAGE_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+_MAX_DEPTH = 32
+_MAX_TEMPLATE_KWARGS = 16
+_MAX_KWARG_CHARACTERS = 256
+_MAX_KWARG_NUMBER = 1_000_000
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a client wants rendered.
+
+    Attributes:
+        messages: As the client sent them: `role`, `content` (text, list of text parts, null or absent), and optionally
+            `name`, `tool_calls`, `tool_call_id`, `reasoning_content`. Other keys are not shown to the template.
+        tools: The functions that the model may call, as the client sent them; None or empty for none.
+        template_kwargs: Switches for the template such as `enable_thinking`: short text, bool, small number, None.
+        add_generation_prompt: Open the assistant's turn at the end.
+        continue_final_message: Leave the last (assistant's) turn open instead, so that the model continues its text.
+    """
+
+    messages: Sequence[Mapping[str, object]]
+    tools: Sequence[Mapping[str, object]] | None = None
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def is_short(self, max_characters: int) -> bool:
+        """Return whether rendering is surely quick: few plain messages of at most so many characters in all."""
+        if len(self.messages) > 16 or self.tools:
+            return False
+        num_characters = 0
+        for message in self.messages:
+            content = message.get("content")
+            if not isinstance(content, str) or message.get("tool_calls"):
+                return False
+            num_characters += len(content)
+        return num_characters <= max_characters
+
+
+def template_messages(conversation: Conversation, knows_developer: bool) -> list[Message]:
+    """Return the messages as templates expect them.
+
+    `content` is always text (a list of parts is joined with nothing between, null and absent are empty), null keys are
+    dropped, arguments of tool calls become objects, and `developer` becomes `system` for templates that do not know it.
+
+    Raises:
+        ConversationError: an unknown role, a part that is no text, a wrong shape; `param` names the place.
+    """
+    if not conversation.messages:
+        raise ConversationError("messages must not be empty", "messages")
+    return [
+        _message(message, f"messages[{index}]", knows_developer) for index, message in enumerate(conversation.messages)
+    ]
+
+
+def checked_template_kwargs(conversation: Conversation, reserved: frozenset[str]) -> dict[str, object]:
+    """Return the client's template arguments.
+
+    Raises:
+        ConversationError: a name that is reserved or no identifier, or a value that is not small and plain.
+    """
+    kwargs = conversation.template_kwargs
+    if len(kwargs) > _MAX_TEMPLATE_KWARGS:
+        raise ConversationError(f"more than {_MAX_TEMPLATE_KWARGS} template arguments", "chat_template_kwargs")
+    for name, value in kwargs.items():
+        param = f"chat_template_kwargs.{name[:64]}"
+        if not name.isidentifier() or name.startswith("_") or name in reserved:
+            raise ConversationError("this name cannot be set for a chat template", param)
+        if not _is_small_plain(value):
+            raise ConversationError("must be a bool, a small number, a short text or null", param)
+    return dict(kwargs)
+
+
+def map_texts(value: object, change: Callable[[str], str], depth: int = 0) -> object:
+    """Return a copy of a JSON value with every text in it, keys included, changed.
+
+    Raises:
+        ConversationError: nested deeper than 32.
+    """
+    if depth > _MAX_DEPTH:
+        raise ConversationError(f"nested deeper than {_MAX_DEPTH}")
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(str(key)): map_texts(item, change, depth + 1) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [map_texts(item, change, depth + 1) for item in value]
+    return value
+
+
+def check_text(text: str, param: str | None = None) -> None:
+    """Check that a client's text can be encoded.
+
+    Raises:
+        InvalidTextError: it holds half of a surrogate pair (JSON can spell one, UTF-8 cannot).
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidTextError(f"half of a surrogate pair at character {error.start} of the text", param) from None
+
+
+def _message(message: object, place: str, knows_developer: bool) -> Message:
+    if not isinstance(message, Mapping):
+        raise ConversationError("must be an object", place)
+    role = message.get("role")
+    if role not in ROLES:
+        raise ConversationError(f"the role must be one of {', '.join(ROLES)}", f"{place}.role")
+    if role == "developer" and not knows_developer:
+        role = "system"
+    rendered: Message = {"role": role, "content": _content_text(message.get("content"), f"{place}.content")}
+    for key in _MESSAGE_KEYS:
+        value = message.get(key)
+        if value is not None and value != []:
+            rendered[key] = _tool_calls(value, f"{place}.tool_calls") if key == "tool_calls" else value
+    return rendered
+
+
+def _content_text(content: object, place: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise ConversationError("the content must be text, a list of parts or null", place)
+    return "".join(_part_text(part, f"{place}[{index}]") for index, part in enumerate(content))
+
+
+def _part_text(part: object, place: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text", "refusal"):
+        text = part.get("refusal" if part["type"] == "refusal" else "text")
+        if isinstance(text, str):
+            return text
+    raise ConversationError("only text parts are supported", place)
+
+
+def _tool_calls(calls: object, place: str) -> list[object]:
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise ConversationError("must be a list", place)
+    return [_tool_call(call, f"{place}[{index}]") for index, call in enumerate(calls)]
+
+
+def _tool_call(call: object, place: str) -> dict[str, object]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ConversationError("must hold a function with a name", place)
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(arguments: object) -> object:
+    """Templates print arguments as JSON themselves, so JSON text becomes the object; what is no object stays text."""
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        value = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _is_small_plain(value: object) -> bool:
+    if value is None or isinstance(value, bool):
+        return True
+    if isinstance(value, str):
+        return len(value) <= _MAX_KWARG_CHARACTERS
+    return isinstance(value, int | float) and abs(value) <= _MAX_KWARG_NUMBER
