@@ -1,0 +1,140 @@
+"""scheduler: the sizes that a core works with, and what it refuses at the door.
+
+What can never run is refused at once with the numbers named, instead of waiting at the head of the queue for ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.wire.messages import Submit
+
+WHOLE_PROMPTS = -1
+
+
+@dataclass(frozen=True, slots=True)
+class CoreLimits:
+    """Sizes of a worker and settings of the operator.
+
+    Attributes:
+        num_pages, page_size: the KV pool.
+        max_model_len: most tokens of prompt and answer together.
+        vocab_size: ids that the model may be given are [0, vocab_size).
+        logits_width: ids that it can produce are [0, logits_width).
+        max_rows: most requests that run at once.
+        token_budget: most tokens of a step, at least max_rows.
+        chunk_tokens: most prompt tokens of a step, or WHOLE_PROMPTS to never cut a prompt.
+        max_waiting: most requests that wait to be admitted.
+        plans_ahead: plans that may go out before the result of the last, 0 to 4.
+
+    Raises:
+        ValueError: sizes that cannot work together; names them.
+    """
+
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    vocab_size: int
+    logits_width: int
+    max_rows: int
+    token_budget: int
+    chunk_tokens: int
+    max_waiting: int
+    plans_ahead: int
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot work."""
+        if min(self.num_pages, self.page_size, self.max_rows, self.vocab_size, self.logits_width) < 1:
+            raise ValueError("pages, rows and vocabulary must not be empty")
+        if self.max_total_tokens < 2:
+            raise ValueError(f"{self.max_total_tokens} tokens of context and KV pool hold no prompt and answer")
+        if not 0 <= self.plans_ahead <= 4:
+            raise ValueError(f"plans ahead must be 0 to 4, not {self.plans_ahead}")
+        if self.token_budget < self.max_rows:
+            raise ValueError(
+                f"a step of {self.token_budget} tokens cannot hold {self.max_rows} running requests: "
+                "raise --max-num-batched-tokens or lower --max-running-requests"
+            )
+        if self.is_chunked and self.chunk_tokens < 1:
+            raise ValueError(f"a prefill chunk of {self.chunk_tokens} tokens")
+        if not self.is_chunked and self.token_budget < self.max_total_tokens + self.max_rows:
+            raise ValueError(
+                f"without chunks a step must hold a whole prompt beside all running requests, "
+                f"{self.max_total_tokens} + {self.max_rows} tokens: --max-num-batched-tokens is {self.token_budget}"
+            )
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether prompts may be cut."""
+        return self.chunk_tokens != WHOLE_PROMPTS
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the KV pool holds."""
+        return self.num_pages * self.page_size
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Most prompt and output tokens of one request."""
+        return min(self.max_model_len, self.pool_tokens)
+
+    def prefill_budget(self, num_decodes: int) -> int:
+        """Prompt tokens that fit into a step beside so many decodes."""
+        left = self.token_budget - num_decodes
+        return min(left, self.chunk_tokens) if self.is_chunked else left
+
+
+class RequestRefusedError(Exception):
+    """A request that is not taken; becomes an HTTP status.
+
+    Attributes:
+        status: the HTTP status, 400 or 503.
+        code: the machine-readable reason.
+        param: the field to blame, or "".
+    """
+
+    def __init__(self, status: int, code: str, text: str, param: str = "") -> None:
+        super().__init__(text)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+def check_fits(submit: Submit, limits: CoreLimits, num_waiting: int, num_free_rows: int) -> int:
+    """Decides whether a request can run here at all.
+
+    The queue is full when `max_waiting` wait; those that free rows await count as good as admitted.
+
+    Returns:
+        Tokens of prompt and answer at which it ends at the latest: by max_tokens, context or KV pool.
+
+    Raises:
+        RequestRefusedError: 400 when it can never run, 503 when the queue is full.
+    """
+    prompt = np.frombuffer(submit.prompt_token_ids, "<i4")
+    outputs = np.frombuffer(submit.output_token_ids, "<i4")
+    if not len(prompt):
+        raise RequestRefusedError(400, "invalid_prompt", "The prompt has no tokens.", "prompt")
+    if prompt.min() < 0 or prompt.max() >= limits.vocab_size:
+        text = f"The prompt holds a token id outside [0, {limits.vocab_size})."
+        raise RequestRefusedError(400, "invalid_prompt", text, "prompt")
+    if len(outputs) and (outputs.min() < 0 or outputs.max() >= limits.logits_width):
+        text = f"The answer to go on with holds a token id outside [0, {limits.logits_width})."
+        raise RequestRefusedError(400, "invalid_prompt", text, "prompt")
+    if len(prompt) >= limits.max_model_len:
+        text = (
+            f"The prompt has {len(prompt)} tokens; the context of {limits.max_model_len} leaves nothing for an answer."
+        )
+        raise RequestRefusedError(400, "context_length_exceeded", text, "prompt")
+    if len(prompt) >= limits.pool_tokens:
+        text = (
+            f"The prompt has {len(prompt)} tokens; the KV pool holds {limits.pool_tokens} in all "
+            f"({limits.num_pages} pages of {limits.page_size}), so at most {limits.pool_tokens - 1} fit."
+        )
+        raise RequestRefusedError(400, "kv_pool_exceeded", text, "prompt")
+    if num_waiting >= max(limits.max_waiting, num_free_rows):
+        text = f"The queue is full: {num_waiting} requests are waiting, the limit is {limits.max_waiting}."
+        raise RequestRefusedError(503, "queue_full", text)
+    return min(len(prompt) + submit.max_tokens, limits.max_total_tokens)

@@ -1,0 +1,383 @@
+"""scheduler: the core of one worker. Events in, plans and outcomes out.
+
+It owns the queues, the page ledger and the rows of its worker. It must never touch a socket, a clock, text or a tensor:
+what it does depends on the order of events alone, so a test can replay it.
+
+    submit -> HELD | WAITING -> RUNNING <-> RETRACTED        plan_step: decodes first, then prefill chunks, then
+                  any of them -> FINISHED                    admissions, all within one token budget
+
+Plans may be in flight while the next is made (`plans_ahead`; 0 is the reference). What a plan samples is counted as
+expected and never known before its result; a page freed after plan k may be written by plan k + 1, because the worker
+runs plans in order; a row that turns out finished has its later results dropped.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from services.scheduler.admission import CoreLimits, check_fits
+from services.scheduler.kv_ledger import KvLedger, LedgerError
+from services.scheduler.policy import RemainderEstimate
+from services.scheduler.queues import QueueError, RequestQueues
+from services.scheduler.request import Request, RequestState
+from services.scheduler.step_plan import StepDraft, StepInFlight
+from services.scheduler.step_result import ResultError, RowResult, rows_of
+from services.wire.messages import Finish, StepPlan, StepResult, Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """New tokens of a request, from output index `first_index` on, and why it ended if it did."""
+
+    request: Request
+    first_index: int
+    token_ids: list[int]
+    finish: Finish
+
+
+@dataclass(slots=True)
+class CoreCounters:
+    """What happened so far; these only grow."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    admitted: int = 0
+    retracted: int = 0
+    dropped_rows: int = 0
+    failed_rows: int = 0
+
+
+class Core:
+    """Schedules the requests of one worker.
+
+    Args:
+        limits: the worker's sizes and the operator's settings.
+        epoch: the scheduler's, written into plans.
+    """
+
+    def __init__(self, limits: CoreLimits, epoch: int) -> None:
+        self.limits = limits
+        self.ledger = KvLedger(limits.num_pages, limits.page_size)
+        self.counters = CoreCounters()
+        self.estimate = RemainderEstimate()
+        self._epoch = epoch
+        self._queues = RequestQueues()
+        self._free_rows = list(range(limits.max_rows))  # a heap: low rows are used again first
+        self._released_rows: list[int] = []
+        self._in_flight: deque[StepInFlight] = deque()
+        self._num_arrived = 0
+        self._num_planned_steps = 0
+        self._is_stalled = False  # the last plan came out empty, and nothing has happened since
+
+    # ------------------------------------------------------------ what the shell reads
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that were never admitted."""
+        return len(self._queues.waiting) + len(self._queues.held)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a row."""
+        return len(self._queues.running)
+
+    @property
+    def num_retracted(self) -> int:
+        """Requests that lost their pages and will resume."""
+        return len(self._queues.retracted)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans whose result has not come."""
+        return len(self._in_flight)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is open and no result outstanding."""
+        return not self._queues.open and not self._in_flight
+
+    @property
+    def open_requests(self) -> list[Request]:
+        """Every request that has not ended."""
+        return list(self._queues.open.values())
+
+    # ------------------------------------------------------------ events
+
+    def submit(self, submit: Submit) -> Request:
+        """Takes a request in. It may have ended already (nothing left to produce): look at `is_alive`.
+
+        Raises:
+            RequestRefusedError: it can never run here (the client's fault), or the queue is full.
+            ValueError: a request of this id is open: the router's fault.
+        """
+        if submit.request_id in self._queues.open:
+            raise ValueError(f"request {submit.request_id.hex()} is open already")
+        max_length = check_fits(submit, self.limits, self.num_waiting, len(self._free_rows))
+        request = Request(submit, max_length, self._num_arrived)
+        self._num_arrived += 1
+        self._is_stalled = False
+        request.finish = request.first_verdict()
+        if request.finish:
+            request.move_to(RequestState.FINISHED)
+        else:
+            self._queues.enter(request, self._leader_of(request))
+        return request
+
+    def end(self, request: Request, finish: Finish) -> Produced | None:
+        """Ends a request in any state (client gone, deadline, ...); None when it had ended before."""
+        if not request.is_alive:
+            return None
+        return self._finish(request, request.num_output, [], finish)
+
+    def stop_found(self, request: Request, end_index: int) -> bool:
+        """A stop string was completed by the token before `end_index`: that is the end; later tokens are forgotten.
+
+        Returns:
+            False when it had ended before, or the index is not one of its tokens.
+        """
+        if not request.is_alive or not 0 < end_index <= request.num_output:
+            return False
+        self._finish(request, end_index, [], Finish.STOP_STRING)
+        request.truncate_output(end_index)
+        return True
+
+    def apply_result(self, result: StepResult) -> list[Produced]:
+        """Takes what a plan gave. Results come in the order of plans.
+
+        Returns:
+            One item for each request that got tokens or ended.
+
+        Raises:
+            ResultError: it is not the result of the oldest plan in flight: the link to the worker lost or invented one.
+        """
+        if not self._in_flight or result.epoch != self._epoch or result.step != self._in_flight[0].step:
+            raise ResultError(f"result of step {result.step} is not the one awaited")
+        by_row = rows_of(result)
+        flight = self._in_flight.popleft()
+        self._is_stalled = False
+        self.counters.steps += 1
+        self.counters.computed_tokens += flight.num_tokens
+        self.estimate.on_step()
+        outcomes = []
+        for request, row, end, samples in zip(flight.requests, flight.rows, flight.ends, flight.samples, strict=True):
+            row_result = by_row.pop(row, None)
+            if request.state is RequestState.FINISHED:
+                self.counters.dropped_rows += row_result is not None
+                continue
+            if request.state is RequestState.RUNNING:
+                request.num_computed = end
+            if row_result is not None or samples:
+                outcomes.append(self._apply_row(request, row_result, flight.step))
+        self.counters.dropped_rows += len(by_row)  # rows that no plan asked for
+        return outcomes
+
+    def flush_cache(self) -> int:
+        """Empties the prefix cache of what no running request needs; returns the pages freed."""
+        self._is_stalled = False
+        return self.ledger.flush()
+
+    def check_invariants(self) -> None:
+        """Recounts pages, queues, rows and cursors; LedgerError or QueueError on the first that does not add up."""
+        self._queues.check()
+        running = list(self._queues.running.values())
+        self.ledger.check(running)
+        rows = sorted([request.row for request in running] + self._free_rows)
+        if rows != list(range(self.limits.max_rows)):
+            raise QueueError(f"rows {rows} instead of {self.limits.max_rows} different ones")
+        num_sampled = Counter(
+            request.request_id
+            for flight in self._in_flight
+            for request, samples in zip(flight.requests, flight.samples, strict=True)
+            if samples
+        )
+        for request in self._queues.open.values():
+            if request.num_expected != request.num_tokens + num_sampled[request.request_id]:
+                raise QueueError(f"{request.num_expected} tokens expected of a request that has {request.num_tokens}")
+
+    # ------------------------------------------------------------ planning
+
+    def can_plan(self) -> bool:
+        """Whether `plan_step` is worth calling: a plan may go out, and something happened since the last empty one."""
+        has_work = len(self._queues.open) > len(self._queues.held)
+        return has_work and not self._is_stalled and len(self._in_flight) <= self.limits.plans_ahead
+
+    def plan_step(self) -> StepPlan | None:
+        """The next plan; None when nothing can run before another event."""
+        draft = StepDraft(self._num_planned_steps)
+        decodes, prefills = self._split_running()
+        appended = self._grow(decodes + prefills)
+        for request in decodes:
+            if request.state is RequestState.RUNNING:
+                draft.add(request, 1)
+        budget = self.limits.prefill_budget(draft.num_tokens)
+        for request in prefills:
+            if request.state is RequestState.RUNNING and budget:
+                budget -= draft.add_most(request, budget)
+        self._admit(draft, budget)
+        if not draft.rows:
+            self._is_stalled = True
+            return None
+        plan = draft.plan(self._epoch, self._released_rows, appended)
+        self._released_rows = []
+        self._in_flight.append(draft.in_flight())
+        self._num_planned_steps += 1
+        return plan
+
+    def _split_running(self) -> tuple[list[Request], list[Request]]:
+        """The running requests that have something to compute: those with one token to go, and those with more."""
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in self._queues.running.values():
+            if request.num_expected < request.max_length:  # else all that it may produce is in flight
+                is_decode = request.num_expected - request.num_planned == 1
+                (decodes if is_decode else prefills).append(request)
+        return decodes, prefills
+
+    def _grow(self, requests: list[Request]) -> dict[int, list[int]]:
+        """Gives pages to those that have filled theirs, retracting others where needed. Returns row -> new pages."""
+        appended: dict[int, list[int]] = {}
+        page_size = self.limits.page_size
+        for request in requests:
+            if request.num_expected <= len(request.pages) * page_size:
+                continue
+            num_missing = self.ledger.pages_for(request.num_expected) - len(request.pages)
+            while request.state is RequestState.RUNNING:
+                pages = self.ledger.extend(request, num_missing)
+                if pages is not None:
+                    appended[request.row] = pages
+                    break
+                victim = self._cheapest_victim()
+                appended.pop(victim.row, None)
+                self._retract(victim)
+        return appended
+
+    def _cheapest_victim(self) -> Request:
+        """The running request whose lost work costs least; among equals the youngest."""
+        if self.num_running < 2:
+            raise LedgerError("a request that runs alone is out of pages, though it was checked to fit")
+
+        def cost(request: Request) -> tuple[bool, int, int]:
+            num_pages = self.ledger.num_exclusive_pages(request)
+            num_kept = (len(request.pages) - num_pages) * self.limits.page_size
+            is_nearly_done = request.num_expected >= request.max_length  # its last tokens are in flight already
+            return num_pages == 0, 0 if is_nearly_done else request.num_planned - num_kept, -request.arrival
+
+        return min(self._queues.running.values(), key=cost)
+
+    def _retract(self, request: Request) -> None:
+        self._leave_row(request, is_sound=True)
+        self._queues.move(request, RequestState.RETRACTED)
+        self.estimate.on_retraction()
+        self.counters.retracted += 1
+
+    # ------------------------------------------------------------ admission
+
+    def _admit(self, draft: StepDraft, budget: int) -> None:
+        """Lets requests begin or resume while rows, tokens of the step and pages last."""
+        while budget and self._free_rows:
+            request = self._next_to_admit()
+            if request is None or not self._take_pages(request, budget):
+                break
+            if request.state is RequestState.WAITING:
+                self._count_admission(request)
+            self._queues.move(request, RequestState.RUNNING)
+            request.row = heapq.heappop(self._free_rows)
+            draft.add_new_row(request)
+            budget -= draft.add_most(request, budget)
+        if draft.new_rows:
+            self._queues.waiting.count_pass()
+
+    def _next_to_admit(self) -> Request | None:
+        """Retracted requests resume before anything new; one with results in flight lets all wait for these."""
+        if not self._queues.retracted:
+            return self._queues.waiting.first(self.ledger.peek)
+        request = min(self._queues.retracted.values(), key=lambda retracted: retracted.arrival)
+        is_in_flight = bool(self._in_flight) and request.last_step >= self._in_flight[0].step
+        return None if is_in_flight else request
+
+    def _take_pages(self, request: Request, budget: int) -> bool:
+        if not self.limits.is_chunked and request.num_tokens - self.ledger.peek(request) > budget:
+            return False
+        num_reserved = 0
+        if self._queues.running:  # alone it may have everything: it was checked to fit
+            num_reserved = sum(map(self._expected_growth, self._queues.running.values()))
+            num_reserved += self._expected_growth(request) - self.ledger.pages_for(request.num_tokens)
+        return self.ledger.take(request, num_reserved)
+
+    def _expected_growth(self, request: Request) -> int:
+        """Pages that it will need beyond those it has. The KV of the last token is never computed."""
+        num_more = self.estimate.expected_tokens(request.max_length - request.num_expected)
+        num_tokens = min(request.num_expected + num_more, request.max_length - 1)
+        return max(self.ledger.pages_for(num_tokens) - len(request.pages), 0)
+
+    def _count_admission(self, request: Request) -> None:
+        self._queues.shares.charge(request.submit.tenant, request.num_tokens - request.num_planned)
+        self.counters.admitted += 1
+        self.counters.prompt_tokens += request.num_prompt
+        self.counters.cached_tokens += request.cached_tokens
+
+    def _leader_of(self, request: Request) -> Request | None:
+        """The sibling whose prompt a new request should wait for, if that helps."""
+        leader = self._queues.open.get(request.submit.group_id)
+        if leader is None or leader.is_published or leader.state is RequestState.HELD:
+            return None
+        is_same = request.submit.prompt_token_ids == leader.submit.prompt_token_ids
+        return leader if is_same and self.ledger.cache.usable_tokens(request.num_prompt) else None
+
+    # ------------------------------------------------------------ results and ends
+
+    def _apply_row(self, request: Request, row_result: RowResult | None, step: int) -> Produced:
+        first_index = request.num_output
+        problem = self._problem_of(request, row_result, step)
+        if problem or row_result is None:
+            self.counters.failed_rows += 1
+            return self._finish(request, first_index, [], problem)
+        token_ids, finish = request.extend(row_result.token_ids)
+        self.counters.output_tokens += len(token_ids)
+        self._queues.shares.charge(request.submit.tenant, len(token_ids))
+        if finish:
+            return self._finish(request, first_index, token_ids, finish)
+        if not request.is_published and request.state is RequestState.RUNNING:
+            self.ledger.publish(request)
+            request.is_published = True
+            self._queues.release_held(request)
+        return Produced(request, first_index, token_ids, Finish.NONE)
+
+    def _problem_of(self, request: Request, row_result: RowResult | None, step: int) -> Finish:
+        """Why this row fails alone: what the worker said, or an answer that cannot be this request's."""
+        if row_result is not None and row_result.finish:
+            return row_result.finish
+        if row_result is None or not row_result.token_ids:
+            return Finish.INTERNAL_ERROR
+        is_ours = row_result.request_id == request.request_id and row_result.attempt == request.attempt
+        continues = row_result.first_index == request.num_output
+        # Plans ahead assumed one token; the worker may only give another number when none is in flight.
+        is_expected = len(row_result.token_ids) == 1 or request.last_step == step
+        is_known = all(0 <= token_id < self.limits.logits_width for token_id in row_result.token_ids)
+        return Finish.NONE if is_ours and continues and is_expected and is_known else Finish.INTERNAL_ERROR
+
+    def _finish(self, request: Request, first_index: int, token_ids: list[int], finish: Finish) -> Produced:
+        is_sound = finish not in (Finish.NUMERICAL_ERROR, Finish.INTERNAL_ERROR)
+        has_prompt = is_sound and request.num_computed >= request.num_prompt
+        if request.state is RequestState.RUNNING:
+            self._leave_row(request, is_sound)
+        self._queues.move(request, RequestState.FINISHED)
+        request.finish = finish
+        self._is_stalled = False
+        if has_prompt:
+            self._queues.release_held(request)
+        else:
+            self._queues.replace_leader(request)
+        return Produced(request, first_index, token_ids, finish)
+
+    def _leave_row(self, request: Request, is_sound: bool) -> None:
+        self.ledger.release(request, is_sound)
+        request.is_published = False
+        heapq.heappush(self._free_rows, request.row)
+        self._released_rows.append(request.row)
+        request.row = -1

@@ -1,0 +1,174 @@
+"""scheduler: one request as the core sees it, and the table of its legal states.
+
+A request is an answer to be made (`n` answers are `n` requests). It has no separate prefill and decode phase: its
+`num_computed_tokens` catches up with the tokens that it will have. It must never hold text or a tensor.
+
+    positions   0        num_prompt_tokens     num_computed  num_planned  num_expected      max_length
+                |  prompt ids    |  output ids ...   |            |            |                 |
+                KV confirmed by results ------------>|            |            |
+                KV that plans in flight compute ----------------->|            |
+                tokens known, and those that plans in flight sample ---------->|
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from services.scheduler.radix_cache import TOKEN_BYTES, Node
+from services.wire.columns import unpack_int32
+from services.wire.messages import Finish, Submit
+
+
+class RequestState(Enum):
+    """Where a request stands; each state is one queue of the core."""
+
+    HELD = "held"  # an n > 1 sibling whose first one's prompt is not in the tree yet
+    WAITING = "waiting"
+    RUNNING = "running"
+    RETRACTED = "retracted"  # lost its pages, resumes before anything new
+    FINISHED = "finished"
+
+
+TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.HELD: frozenset({RequestState.WAITING, RequestState.FINISHED}),
+    RequestState.WAITING: frozenset({RequestState.HELD, RequestState.RUNNING, RequestState.FINISHED}),
+    RequestState.RUNNING: frozenset({RequestState.RETRACTED, RequestState.FINISHED}),
+    RequestState.RETRACTED: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
+    RequestState.FINISHED: frozenset(),
+}
+
+
+class IllegalTransitionError(Exception):
+    """A request was told to take a step that its state does not allow: a fault of the scheduler."""
+
+
+class Request:
+    """The ids, cursors and pages of one request. The core changes it; nobody else does.
+
+    Args:
+        submit: the message that asked for it.
+        max_length: prompt + output tokens at which it ends at the latest, >= the tokens it has.
+        arrival: its place in the order of arrival.
+    """
+
+    __slots__ = (
+        "arrival",
+        "cached_tokens",
+        "finish",
+        "is_published",
+        "last_step",
+        "lock",
+        "max_length",
+        "min_length",
+        "num_computed",
+        "num_expected",
+        "num_output",
+        "num_planned",
+        "num_prompt",
+        "num_tree_pages",
+        "pages",
+        "peeked",
+        "queued_pass",
+        "row",
+        "state",
+        "stop_ids",
+        "submit",
+        "token_bytes",
+    )
+
+    def __init__(self, submit: Submit, max_length: int, arrival: int) -> None:
+        self.submit = submit
+        self.arrival = arrival
+        self.state = RequestState.WAITING
+        self.finish = Finish.NONE
+        self.token_bytes = bytearray(submit.prompt_token_ids + submit.output_token_ids)
+        self.num_prompt = len(submit.prompt_token_ids) // TOKEN_BYTES
+        self.num_output = len(submit.output_token_ids) // TOKEN_BYTES
+        self.max_length = max_length
+        self.min_length = self.num_prompt + submit.text.min_tokens
+        self.stop_ids = frozenset(unpack_int32(submit.stop_token_ids))
+        self.num_computed = 0
+        self.num_planned = 0
+        self.num_expected = self.num_prompt + self.num_output
+        self.last_step = -1  # the last plan that it is part of
+        self.row = -1
+        self.pages: list[int] = []
+        self.num_tree_pages = 0  # the first so many pages are the radix cache's, kept by `lock`
+        self.lock: Node | None = None
+        self.is_published = False  # whether the tree was offered what the first pass over the known tokens computed
+        self.cached_tokens = -1  # how much of the prompt the cache gave; -1 until admitted
+        self.peeked = (-1, 0, 0)  # version of the tree, known tokens, cached tokens: see KvLedger.peek
+        self.queued_pass = 0
+
+    @property
+    def request_id(self) -> bytes:
+        """The id made by the tokenizer process."""
+        return self.submit.request_id
+
+    @property
+    def attempt(self) -> int:
+        """Which submission of the request this is."""
+        return self.submit.attempt
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output."""
+        return self.num_prompt + self.num_output
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self.state is not RequestState.FINISHED
+
+    def move_to(self, state: RequestState) -> None:
+        """Changes the state.
+
+        Raises:
+            IllegalTransitionError: the table does not allow it.
+        """
+        if state not in TRANSITIONS[self.state]:
+            raise IllegalTransitionError(f"{self.state.value} -> {state.value}")
+        self.state = state
+
+    def extend(self, token_ids: list[int]) -> tuple[list[int], Finish]:
+        """Adds the output tokens (int32 >= 0) of one result, up to the one that ends the request.
+
+        Returns:
+            Those that count, and why the request ends with them, if it does.
+        """
+        finish = Finish.NONE
+        num_taken = 0
+        for token_id in token_ids:
+            self.token_bytes += token_id.to_bytes(TOKEN_BYTES, "little")
+            self.num_output += 1
+            num_taken += 1
+            finish = self._verdict(token_id)
+            if finish:
+                break
+        self.num_expected += num_taken - 1  # its plan counted one
+        return token_ids[:num_taken], finish
+
+    def first_verdict(self) -> Finish:
+        """Whether a request just made has nothing left to produce: max_tokens 0, or an answer that had ended."""
+        last_id = int.from_bytes(self.token_bytes[-TOKEN_BYTES:], "little")
+        finish = self._verdict(last_id) if self.num_output else Finish.NONE
+        return finish or (Finish.LENGTH if self.num_tokens >= self.max_length else Finish.NONE)
+
+    def truncate_output(self, num_output: int) -> None:
+        """Forgets the output tokens from index `num_output` on: the answer ended before them."""
+        del self.token_bytes[(self.num_prompt + num_output) * TOKEN_BYTES :]
+        self.num_output = num_output
+
+    def key(self, num_tokens: int) -> bytes:
+        """The first `num_tokens` known tokens as a key of the radix cache."""
+        return bytes(self.token_bytes[: num_tokens * TOKEN_BYTES])
+
+    def output_bytes(self, first_index: int) -> bytes:
+        """The output ids from `first_index` on, as an int32 column."""
+        return bytes(self.token_bytes[(self.num_prompt + first_index) * TOKEN_BYTES :])
+
+    def _verdict(self, token_id: int) -> Finish:
+        """What the newest token means: NONE, the end by an end id, or by length. Below min_tokens no id ends."""
+        if token_id in self.stop_ids and self.num_tokens > self.min_length:
+            return Finish.STOP_TOKEN
+        return Finish.LENGTH if self.num_tokens >= self.max_length else Finish.NONE

@@ -1,0 +1,106 @@
+"""scheduler: one step while it is planned, and while it is in flight.
+
+A `StepDraft` collects what one forward pass shall do and packs it into the columns of a `StepPlan`; what the core must
+remember until the result comes is the `StepInFlight`. Neither decides anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.scheduler.request import Request
+from services.wire.columns import pack_int32
+from services.wire.messages import NewRow, StepPlan
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A plan whose result has not come. Position i of every list is one row of the step.
+
+    `ends` is how many tokens of the request are computed once it came, `samples` whether it brings a token.
+    """
+
+    step: int
+    num_tokens: int
+    requests: list[Request]
+    rows: list[int]
+    ends: list[int]
+    samples: bytes
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """What the next step shall do. Adding a row moves the planned cursors of its request."""
+
+    step: int
+    num_tokens: int = 0
+    requests: list[Request] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    samples: bytearray = field(default_factory=bytearray)
+    new_rows: list[NewRow] = field(default_factory=list)
+
+    def add(self, request: Request, num_new_tokens: int) -> None:
+        """Lets a running request compute its next tokens, and sample one when these are its last."""
+        start = request.num_planned
+        end = start + num_new_tokens
+        request.num_planned = end
+        request.last_step = self.step
+        is_last = end == request.num_expected
+        if is_last:
+            request.num_expected = end + 1
+        self.num_tokens += num_new_tokens
+        self.requests.append(request)
+        self.rows.append(request.row)
+        self.starts.append(start)
+        self.counts.append(num_new_tokens)
+        self.ends.append(end)
+        self.samples.append(is_last)
+
+    def add_most(self, request: Request, most: int) -> int:
+        """Adds as many of its next tokens as `most` allows; returns how many."""
+        num_new_tokens = min(most, request.num_expected - request.num_planned)
+        self.add(request, num_new_tokens)
+        return num_new_tokens
+
+    def add_new_row(self, request: Request) -> None:
+        """Introduces a request that was just given its row and pages."""
+        self.new_rows.append(
+            NewRow(
+                row=request.row,
+                request_id=request.request_id,
+                attempt=request.attempt,
+                token_ids=bytes(request.token_bytes),
+                num_prompt_tokens=request.num_prompt,
+                page_ids=pack_int32(request.pages),
+                sampling=request.submit.sampling,
+            )
+        )
+
+    def in_flight(self) -> StepInFlight:
+        """What to remember of it."""
+        return StepInFlight(self.step, self.num_tokens, self.requests, self.rows, self.ends, bytes(self.samples))
+
+    def plan(self, epoch: int, released_rows: list[int], appended: dict[int, list[int]]) -> StepPlan:
+        """The message.
+
+        Args:
+            epoch: the scheduler's.
+            released_rows: rows whose request left since the last plan.
+            appended: row -> pages that its table grew by since the last plan.
+        """
+        return StepPlan(
+            epoch=epoch,
+            step=self.step,
+            released_rows=pack_int32(released_rows),
+            new_rows=tuple(self.new_rows),
+            page_rows=pack_int32(appended),
+            page_counts=pack_int32(map(len, appended.values())),
+            page_ids=pack_int32(page for pages in appended.values() for page in pages),
+            rows=pack_int32(self.rows),
+            start_positions=pack_int32(self.starts),
+            num_new_tokens=pack_int32(self.counts),
+            samples=bytes(self.samples),
+        )
