@@ -42,6 +42,7 @@ class Settings:
     max_model_len: int = setting(0, "most tokens of prompt + answer (0: the model's context)")
     chat_template: str = setting("", "file with a chat template that replaces the model's own")
     generation_config: str = setting("auto", "sampling defaults from generation_config.json", ("auto", "none"))
+    models_dir: str = setting("", "where models fetched by name are kept (default: in the user's cache)")
     # HTTP
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on")
@@ -64,6 +65,7 @@ class Settings:
     drain_timeout_s: float = setting(30.0, "how long a stopping process lets its requests finish")
     # scheduling
     page_size: int = setting(16, "tokens of a KV page")
+    enable_prefix_caching: bool = setting(True, "reuse the KV pages of prompts and answers that share a prefix")
     kv_cache_tokens: int = setting(0, "tokens of the KV pool (0: what memory allows)")
     mem_fraction_static: float = setting(0.85, "share of the device's memory for weights and KV pool")
     max_running_requests: int = setting(256, "most requests in a step")
@@ -123,6 +125,12 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("plans_ahead", 0, 4),
     ("num_threads", 0, 1024),
 )
+
+
+def user_directory(variable: str, fallback: Path) -> Path:
+    """A directory that the desktop conventions name in an XDG variable (`XDG_CACHE_HOME`), or the fallback."""
+    path = Path(os.environ.get(variable, ""))
+    return path if path.is_absolute() else fallback
 
 
 def inherited_environment() -> dict[str, str]:
