@@ -1,0 +1,139 @@
+"""gpu_worker: reads the weights of a GGUF file, decoding whatever type the gguf package can decode.
+
+Two things differ from a Hugging Face checkpoint: the names, and, in files of the architecture llama (Mistral's too),
+the
+rows of the query and key projections. There a head keeps the two halves of each rotary pair next to each other:
+
+    checkpoint  a0 a1 a2 .. b0 b1 b2 ..      GGUF  a0 b0 a1 b1 a2 b2 ..
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from services.gpu_worker.quantization import BlockFormat, block_format
+from services.gpu_worker.weight_sources.source import LoadMeter, StoredTensor
+from services.model_files.errors import ModelFileError
+from services.model_files.gguf_metadata import GgufHeader, TensorEntry
+
+# Weights decoded at a time: small enough that the decoder's intermediate arrays stay in the cache.
+_BLOCK_WEIGHTS = 1024 * 1024
+
+_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
+_INTERLEAVED = re.compile(r"\.self_attn\.[qk]_proj\.(weight|bias)$")
+
+
+class GgufFile:
+    """A `WeightSource` over one GGUF file."""
+
+    def __init__(self, header: GgufHeader, interleaved_head_dim: int | None) -> None:
+        """Checks the types and the extent of all tensors.
+
+        Args:
+            header: of the file.
+            interleaved_head_dim: width of a head where the file interleaves queries and keys, else None.
+
+        Raises:
+            ModelFileError: a type that cannot be decoded, rows that are not whole blocks, or a tensor that runs over
+                the end of the file.
+        """
+        self._path = header.path
+        self._interleaved_head_dim = interleaved_head_dim
+        self._tensors: dict[str, StoredTensor] = {}
+        self._formats: dict[str, BlockFormat] = {}
+        size = header.path.stat().st_size
+        formats = {kind: block_format(kind) for kind in {entry.ggml_type for entry in header.tensors.values()}}
+        for entry in header.tensors.values():
+            name = checkpoint_name(entry.name)
+            self._formats[name], self._tensors[name] = _describe(header, entry, formats[entry.ggml_type], size)
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """See `WeightSource.tensors`."""
+        return self._tensors
+
+    def load(self, name: str, target: Tensor, meter: LoadMeter) -> None:
+        """See `WeightSource.load`. A few rows at a time are read, decoded and put in their place."""
+        tensor, layout = self._tensors[name], self._formats[name]
+        head_dim = self._interleaved_head_dim if _INTERLEAVED.search(name) else None
+        rows = target if target.dim() > 1 or head_dim else target[None]  # a vector is one row, unless heads are in it
+        row_length = rows[0].numel()
+        rows_at_once = max(1, _BLOCK_WEIGHTS // row_length)
+        if head_dim:
+            rows_at_once = -(-rows_at_once // head_dim) * head_dim
+        for start in range(0, len(rows), rows_at_once):
+            part = rows[start : start + rows_at_once]
+            block = self._decode(tensor, layout, start * row_length, part.numel(), meter).view(part.shape)
+            meter.place(_deinterleave(block, head_dim) if head_dim else block, part)
+
+    @staticmethod
+    def _decode(tensor: StoredTensor, layout: BlockFormat, first: int, num_weights: int, meter: LoadMeter) -> Tensor:
+        """Weights [first, first + num_weights) of a tensor, whole blocks, as float32."""
+        num_bytes = num_weights // layout.block_length * layout.block_bytes
+        raw = torch.empty(num_bytes, dtype=torch.uint8)
+        meter.read(tensor, first // layout.block_length * layout.block_bytes, raw)
+        started = perf_counter()
+        values = layout.decode(raw)
+        meter.decode_s += perf_counter() - started
+        return values
+
+
+def checkpoint_name(gguf_name: str) -> str:
+    """The name that a Hugging Face checkpoint gives this tensor; unknown names stay as they are."""
+    in_layer = _IN_LAYER.fullmatch(gguf_name)
+    if in_layer and in_layer[2] in _LAYER_NAMES:
+        return f"model.layers.{in_layer[1]}.{_LAYER_NAMES[in_layer[2]]}.{in_layer[3]}"
+    outside = _OUTSIDE.fullmatch(gguf_name)
+    if outside and outside[1] in _NAMES:
+        return f"{_NAMES[outside[1]]}.{outside[2]}"
+    return gguf_name
+
+
+def _describe(
+    header: GgufHeader, entry: TensorEntry, layout: BlockFormat | None, file_size: int
+) -> tuple[BlockFormat, StoredTensor]:
+    def error(problem: str) -> ModelFileError:
+        return ModelFileError(header.path, f"tensor {entry.name}: {problem}")
+
+    if layout is None:
+        raise error(f"type {entry.ggml_type} cannot be decoded")
+    shape = tuple(reversed(entry.shape))
+    num_bytes = layout.num_bytes(shape)
+    if num_bytes is None:
+        raise error(f"rows of {shape} are not whole blocks of {layout.block_length} ({layout.name})")
+    start = header.data_start + entry.offset
+    if start + num_bytes > file_size:
+        raise error("runs over the end of the file: it is truncated or still being written")
+    return layout, StoredTensor(entry.name, header.path, shape, start, num_bytes)
+
+
+def _deinterleave(rows: Tensor, head_dim: int) -> Tensor:
+    """Undoes GGUF's order: [num_heads * head_dim, ...], pairs side by side, to first halves before second halves."""
+    pairs = rows.view(-1, head_dim // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
