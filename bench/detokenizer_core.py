@@ -68,7 +68,7 @@ def microseconds_per_token(pieces: TokenPieces, stops: tuple[str, ...], tokens: 
         outgoing.for_tokenizers()
         outgoing.for_scheduler()
     elapsed_s = time.process_time() - start
-    return 1e6 * elapsed_s / decoders.counters.num_tokens
+    return 1e6 * elapsed_s / decoders.statistics.num_tokens
 
 
 def commit() -> str:

@@ -18,7 +18,6 @@ from services.detokenizer.answer import AnswerChunk, AnswerDecoder
 from services.detokenizer.incremental import TokenPieces
 from services.detokenizer.outgoing import Outgoing
 from services.wire.columns import split_by_counts, unpack_int32, unpack_request_ids
-from services.wire.errors import ProtocolError
 from services.wire.messages import DecodeOpen, Finish, TokensProduced
 
 K = TypeVar("K")
@@ -42,8 +41,8 @@ class _OpenAnswer:
 
 
 @dataclass(slots=True)
-class Counters:
-    """Totals since the start, for metrics and for tests."""
+class Statistics:
+    """Totals since the start."""
 
     num_tokens: int = 0
     num_old_rows: int = 0
@@ -51,6 +50,7 @@ class Counters:
     num_stops_found: int = 0
     num_failed: int = 0
     num_dropped_with_tokenizer: int = 0
+    num_refused_messages: int = 0
 
 
 class Decoders:
@@ -62,7 +62,7 @@ class Decoders:
         self._ended: dict[bytes, tuple[int, int | None]] = {}  # attempt, end index if by a stop string
         self._unknown: dict[tuple[bytes, int], int] = {}  # (request id, attempt) -> rows since asked
         self._outgoing = Outgoing()
-        self.counters = Counters()
+        self.statistics = Statistics()
 
     @property
     def num_open(self) -> int:
@@ -72,7 +72,7 @@ class Decoders:
     def take_outgoing(self) -> Outgoing:
         """What the messages since the last call gave; the caller sends it."""
         outgoing, self._outgoing = self._outgoing, Outgoing()
-        self.counters.num_tokens += outgoing.num_tokens
+        self.statistics.num_tokens += outgoing.num_tokens
         return outgoing
 
     def open(self, message: DecodeOpen) -> None:
@@ -81,7 +81,7 @@ class Decoders:
         known = self._open.get(request_id)
         ended = self._ended.get(request_id)
         if (known and known.attempt > attempt) or (ended and ended[0] > attempt):
-            self.counters.num_old_rows += 1
+            self.statistics.num_old_rows += 1
             return
         self._unknown.pop((request_id, attempt), None)
         try:
@@ -96,24 +96,20 @@ class Decoders:
         """Feeds every row to its answer.
 
         Raises:
-            ProtocolError: the columns do not fit together or a finish is unknown; no row was taken.
+            ProtocolError: the columns do not fit together; no row was taken.
         """
         counts = unpack_int32(batch.counts)
         runs = split_by_counts(unpack_int32(batch.token_ids), counts)
-        finishes = [_finish_of.get(value) for value in batch.finishes]
-        if None in finishes:
-            raise ProtocolError("unknown finish")
         rows = zip(
             unpack_request_ids(batch.request_ids),
             unpack_int32(batch.attempts),
             unpack_int32(batch.first_indexes),
             runs,
-            finishes,
+            [_finish_of[value] for value in batch.finishes],
             unpack_int32(batch.cached_tokens),
             strict=True,
         )
         for request_id, attempt, first_index, token_ids, finish, cached_tokens in rows:
-            assert finish is not None
             answer = self._open.get(request_id)
             if answer is None or answer.attempt != attempt:
                 self._take_stray(request_id, attempt, finish)
@@ -131,7 +127,7 @@ class Decoders:
             answer = self._open.pop(request_id)
             self._outgoing.failures.append((request_id, answer.attempt))
             self._remember_ended(request_id, answer.attempt, None)
-        self.counters.num_dropped_with_tokenizer += len(unread)
+        self.statistics.num_dropped_with_tokenizer += len(unread)
 
     def end_all(self, finish: Finish) -> None:
         """Ends every open answer for a reason of this process, so that no client waits for it."""
@@ -166,7 +162,7 @@ class Decoders:
             self._fail(request_id, answer.attempt, answer.tokenizer, ending)
             return
         if chunk is None:
-            self.counters.num_old_rows += 1
+            self.statistics.num_old_rows += 1
             return
         self._outgoing.add_chunk(answer.tokenizer, request_id, answer.attempt, chunk, cached_tokens)
         if chunk.finish is not Finish.NONE:
@@ -178,7 +174,7 @@ class Decoders:
         if chunk.finish is Finish.STOP_STRING:
             end_index = answer.decoder.next_index
             self._outgoing.stops_found.append((request_id, answer.attempt, end_index))
-            self.counters.num_stops_found += 1
+            self.statistics.num_stops_found += 1
         self._remember_ended(request_id, answer.attempt, end_index)
 
     def _take_stray(self, request_id: bytes, attempt: int, finish: Finish) -> None:
@@ -188,7 +184,7 @@ class Decoders:
         if max(known.attempt if known else -1, ended_attempt) < attempt:
             self._ask_from_start(request_id, attempt)
             return
-        self.counters.num_old_rows += 1
+        self.statistics.num_old_rows += 1
         if attempt == ended_attempt and end_index is not None and finish is Finish.NONE:
             # The scheduler still produces: it may never have heard of the stop.
             self._outgoing.stops_found.append((request_id, attempt, end_index))
@@ -200,7 +196,7 @@ class Decoders:
             return
         answer.asked_index, answer.num_rows_since_ask = next_index, 0
         self._outgoing.resends.append((request_id, answer.attempt, next_index))
-        self.counters.num_resends_asked += 1
+        self.statistics.num_resends_asked += 1
 
     def _ask_from_start(self, request_id: bytes, attempt: int) -> None:
         num_rows = self._unknown.pop((request_id, attempt), 0)
@@ -208,7 +204,7 @@ class Decoders:
         _forget_oldest(self._unknown, MAX_UNKNOWN_REMEMBERED)
         if num_rows == 0:
             self._outgoing.resends.append((request_id, attempt, 0))
-            self.counters.num_resends_asked += 1
+            self.statistics.num_resends_asked += 1
 
     def _fail(self, request_id: bytes, attempt: int, tokenizer: bytes, chunk: AnswerChunk) -> None:
         """Called while an exception is handled: this answer ends here, both sides are told, the others go on."""
@@ -217,7 +213,7 @@ class Decoders:
         self._outgoing.add_chunk(tokenizer, request_id, attempt, chunk, 0)
         self._outgoing.failures.append((request_id, attempt))
         self._remember_ended(request_id, attempt, None)
-        self.counters.num_failed += 1
+        self.statistics.num_failed += 1
 
     def _remember_ended(self, request_id: bytes, attempt: int, end_index: int | None) -> None:
         self._ended.pop(request_id, None)
