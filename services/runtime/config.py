@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import tomllib
 import types
 import typing
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _ENVIRONMENT_PREFIX = "TOKENWAY_"
+_INSTANCE_NAME = re.compile(r"[A-Za-z0-9._-]{0,64}")  # it becomes part of a file name and of a routing id
 
 
 class SettingsError(Exception):
@@ -90,6 +92,8 @@ class Settings:
             choices = field.metadata["choices"]
             if choices and getattr(self, field.name) not in choices:
                 raise SettingsError(f"{_flag(field.name)} must be one of {', '.join(choices)}")
+        if not _INSTANCE_NAME.fullmatch(self.instance):
+            raise SettingsError(f"--instance must be at most 64 letters, digits, `._-`, not {self.instance!r}")
 
     def as_environment(self) -> dict[str, str]:
         """The variables that give another process these settings (those that differ from the defaults)."""
@@ -175,8 +179,9 @@ def _parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
     add_flags(parser)
     found = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     if "model_argument" in found:
-        found.setdefault("model", found.pop("model_argument"))
-        found.pop("model_argument", None)
+        if "model" in found:
+            raise SettingsError(f"the model is given twice: {found['model_argument']!r} and --model {found['model']!r}")
+        found["model"] = found.pop("model_argument")
     return found
 
 
@@ -224,7 +229,7 @@ def _convert(name: str, value: Any) -> Any:
         raise SettingsError(f"{_flag(name)} must be a {hint.__name__}, not {value!r}")
     try:
         converted = hint(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise SettingsError(f"{_flag(name)} must be a {hint.__name__}, not {value!r}") from None
     if isinstance(value, float) and hint is int and converted != value:
         raise SettingsError(f"{_flag(name)} must be a whole number, not {value!r}")

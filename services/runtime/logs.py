@@ -1,4 +1,7 @@
-"""Log lines: one line an event, as text or JSON, with role and instance; control characters are escaped."""
+"""Log lines: one line an event, as text or JSON, with role and instance; control characters are escaped.
+
+As text a traceback follows on lines that begin with `  | `, so that what a client sent never looks like a line of ours.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class _TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = f"{_clock(record)} {record.levelname[0]} {self._who} {_escaped(record.getMessage())}"
-        return line + (_trace(self, record, "\n"))
+        return "\n".join([line, *(f"  | {_escaped(part)}" for part in _trace_lines(self, record))])
 
 
 class _JsonFormatter(logging.Formatter):
@@ -47,8 +50,8 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=True)
 
 
-def _trace(formatter: logging.Formatter, record: logging.LogRecord, separator: str) -> str:
-    return separator + formatter.formatException(record.exc_info) if record.exc_info else ""
+def _trace_lines(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
+    return formatter.formatException(record.exc_info).split("\n") if record.exc_info else []
 
 
 def _clock(record: logging.LogRecord) -> str:

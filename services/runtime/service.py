@@ -26,15 +26,18 @@ from services.wire.endpoints import (
     Identity,
     ipc_endpoint,
     is_ipc,
+    is_ipv6,
     local_address_towards,
     new_instance_name,
     private_directory,
+    tcp_endpoint,
 )
-from services.wire.errors import WireError
+from services.wire.errors import EndpointInUseError
 from services.wire.messages import Role
 
 EXIT_FAILURE = 1
 EXIT_BAD_START = 2  # settings, model files, endpoints: starting again will not help
+BAD_START_MARK = b"tokenway "  # begins the one line on standard error that tells why a process cannot start
 _PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger(__name__)
@@ -54,7 +57,7 @@ class Process:
     is_stopping: bool = False
     """Set by SIGTERM or SIGINT: finish what is open, then return."""
     on_stop: Callable[[], None] | None = None
-    """Called once, in the main thread, when stopping begins: an asyncio loop wakes its receiver here."""
+    """Called once, in the signal handler, when stopping begins: a service puts its receiver's `interrupt` here."""
     _parent: int = field(default_factory=os.getppid)
 
     @property
@@ -81,20 +84,27 @@ class Process:
             return endpoint
         host, port = _host_and_port(endpoint)
         if self.identity.role != Role.SCHEDULER:
-            return endpoint
+            return tcp_endpoint(host, port)
         try:
-            return f"tcp://{socket.gethostbyname(host)}:{port}"
+            return tcp_endpoint(host if is_ipv6(endpoint) else socket.gethostbyname(host), port)
         except OSError as error:
             raise StartError(f"--scheduler-endpoint {endpoint}: {error}") from error
 
     def peer_endpoint(self) -> str:
-        """What this process binds for its peers: a file beside the scheduler's, or a free port on its network."""
+        """What this process binds for its peers: a file beside the scheduler's, or a free port on its network.
+
+        Raises:
+            StartError: no network of this host leads to the scheduler.
+        """
         endpoint = self.scheduler_endpoint()
         if is_ipc(endpoint):
             directory = Path(endpoint.removeprefix("ipc://")).parent
             return ipc_endpoint(directory, f"{self.identity.role}-{self.identity.instance}")
         host, port = _host_and_port(endpoint)
-        return f"tcp://{local_address_towards(host, port)}:0"
+        try:
+            return tcp_endpoint(local_address_towards(host, port), 0)
+        except OSError as error:
+            raise StartError(f"--scheduler-endpoint {endpoint}: {error}") from error
 
 
 def _host_and_port(endpoint: str) -> tuple[str, int]:
@@ -111,9 +121,11 @@ def _host_and_port(endpoint: str) -> tuple[str, int]:
 def run_service(role: Role, main: Callable[[Process], None]) -> None:
     """Runs one process and ends it with a status: 0 when `main` returned, 1 when it failed, 2 when it could not start.
 
-    SIGTERM and SIGINT set `is_stopping`; a second one ends the process at once. The process dies with its parent.
+    SIGTERM and SIGINT set `is_stopping`; a second one of the same kind ends the process at once (of the same kind,
+    because Ctrl-C reaches every process of a terminal, and their parent then sends SIGTERM). The process dies with its
+    parent.
     """
-    _die_with_parent()
+    die_with_parent()
     faulthandler.enable()
     try:
         settings = load_settings(sys.argv[1:])
@@ -122,8 +134,8 @@ def run_service(role: Role, main: Callable[[Process], None]) -> None:
         process = Process(settings, identity)
         _install_signals(process)
         main(process)
-    except (SettingsError, StartError, WireError, HandshakeError) as error:
-        print(f"tokenway {role}: {error}", file=sys.stderr, flush=True)
+    except (SettingsError, StartError, EndpointInUseError, HandshakeError) as error:
+        print(f"{BAD_START_MARK.decode()}{role}: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_BAD_START)
     except Exception:
         logger.exception("%s failed", role)
@@ -131,9 +143,14 @@ def run_service(role: Role, main: Callable[[Process], None]) -> None:
 
 
 def _install_signals(process: Process) -> None:
+    seen: set[int] = set()
+
     def stop(signum: int, frame: FrameType | None) -> None:
-        if process.is_stopping:
+        if signum in seen:
             os._exit(128 + signum)
+        seen.add(signum)
+        if process.is_stopping:
+            return
         process.is_stopping = True
         if process.on_stop is not None:
             process.on_stop()
@@ -142,6 +159,13 @@ def _install_signals(process: Process) -> None:
     signal.signal(signal.SIGINT, stop)
 
 
-def _die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
+    """Has the kernel kill this process when the thread that started it ends (Linux; elsewhere see `is_orphan`).
+
+    Args:
+        parent: the process that started this one, when it is known: if it has ended already, so does this process.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(EXIT_FAILURE)

@@ -1,8 +1,11 @@
 """A process's session with the scheduler, as a pure state machine: greeting, heartbeats, roster, silence.
 
-Every process but the scheduler has one. The shell owns the socket and the clock: it sends what `messages_due` says,
-passes what arrives to `receive`, and wakes up again after `next_due_s` at the latest. Heartbeats are thus sent by the
-work loop itself: a stuck loop goes silent.
+Every process but the scheduler has one. The shell owns the socket and the clock: it sends what `messages_due` says (with
+`send_now`: a stale greeting is worth nothing), passes what arrives to `receive`, and wakes up again after `next_due_s` at
+the latest. Heartbeats are thus sent by the work loop itself: a stuck loop goes silent.
+
+A scheduler that was started anew does not know this process: it answers whatever comes with its own Heartbeat, whose
+epoch is another one, and the session greets again.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class SchedulerSession:
 
     @property
     def is_welcome(self) -> bool:
-        """Whether the scheduler has accepted this process."""
+        """Whether the scheduler that runs now has accepted this process."""
         return self.scheduler_epoch is not None
 
     def set_state(self, state: State, now_s: float) -> None:
@@ -106,8 +109,10 @@ class SchedulerSession:
                 raise HandshakeError(reason)
             case Roster(members=members):
                 self.members = members
-            case Heartbeat():
-                pass
+            case Heartbeat(epoch=epoch):
+                if self.is_welcome and epoch != self.scheduler_epoch:
+                    self.scheduler_epoch = None
+                    self._next_send_s = now_s
             case _:
                 return False
         return True
@@ -119,3 +124,7 @@ class SchedulerSession:
     def silent_s(self, now_s: float) -> float:
         """Seconds since the scheduler last said anything."""
         return now_s - self._last_heard_s
+
+    def is_silent(self, now_s: float) -> bool:
+        """Whether a scheduler that had welcomed this process has been silent for too long: it is gone, or stuck."""
+        return self.is_welcome and self.silent_s(now_s) > SILENCE_LIMIT_S

@@ -1,30 +1,36 @@
 """Sockets between processes: a bound ROUTER with many peers, a DEALER connected to one.
 
-Sending never blocks. What ZeroMQ will not take at once waits in a bounded outbox per peer and goes out in order before
-anything newer. What an absent peer had been handed is lost on every ZeroMQ pattern: cursors and `Resend` are the
-guarantee, not the socket. When an outbox is full the peer is treated as lost: `send` says False and the caller acts.
+Sending never blocks. What ZeroMQ will not take at once waits in an outbox per peer, bounded in frames and bytes, and
+goes out in order before anything newer. What an absent peer had been handed is lost on every ZeroMQ pattern: cursors
+and `Resend` are the guarantee, not the socket. When an outbox is full the peer is treated as lost: `send` says False
+and the caller acts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zmq
 
 from services.wire.codec import decode, encode
-from services.wire.endpoints import EndpointClaim
+from services.wire.endpoints import EndpointClaim, is_ipv6
 from services.wire.errors import EndpointInUseError, ProtocolError
 from services.wire.forms import MAX_FRAME_BYTES
 
-_HIGH_WATER_MARK = 2048
+_HIGH_WATER_MARK = 512
 _MAX_OUTBOX_FRAMES = 8192
+_MAX_OUTBOX_BYTES = 64 * 1024 * 1024
 _RETRY_MS = 5  # how soon a non-empty outbox is tried again: a ROUTER cannot tell which peer became writable
 _BATCH = 512
+_BATCH_BYTES = 32 * 1024 * 1024
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +56,28 @@ class Envelope:
     message: object
 
 
+@dataclass(slots=True)
+class _Outbox:
+    frames: deque[bytes] = field(default_factory=deque)
+    num_bytes: int = 0
+
+    def has_room(self, frame: bytes) -> bool:
+        return len(self.frames) < _MAX_OUTBOX_FRAMES and (
+            not self.frames or self.num_bytes + len(frame) <= _MAX_OUTBOX_BYTES
+        )
+
+
 class Port:
     """One socket. Use `RouterPort` or `DealerPort`."""
 
+    _is_router = False
+
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self._outboxes: dict[bytes, deque[bytes]] = {}
+        self._outboxes: dict[bytes, _Outbox] = {}
         self.stats = PortStats()
-        self.after_send: Callable[[], None] | None = None
-        """Called after each send: a send can swallow the edge of the readable event (see AsyncReceiver)."""
+        self.look_again: Callable[[], None] | None = None
+        """Called when messages may lie here although no edge of the descriptor will tell (see AsyncReceiver)."""
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -70,44 +89,40 @@ class Port:
         """ZeroMQ's edge-triggered descriptor: readable means "look again"."""
         return int(self._socket.getsockopt(zmq.FD))
 
-    def close(self) -> None:
-        """Closes the socket at once (linger 0)."""
-        self._socket.close(linger=0)
+    def close(self, linger_ms: int = 0) -> None:
+        """Closes the socket. What ZeroMQ has taken may still go out for `linger_ms` (as `Context.term` waits)."""
+        self._socket.close(linger=linger_ms)
 
     def receive_ready(self, most: int = _BATCH) -> list[Envelope]:
         """The messages that are there now, at most `most`; never waits. Bad frames are counted, logged and dropped."""
-        self.flush()
+        self._flush()
         envelopes: list[Envelope] = []
+        received_bytes = 0
         for _ in range(most):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                peer = self._socket.recv(zmq.NOBLOCK) if self._is_router else b""
+                payload = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            peer, payload = (frames[0], frames[1:]) if self._is_router else (b"", frames)
+            received_bytes += len(payload)
             try:
-                if len(payload) != 1:
-                    raise ProtocolError(f"{len(payload)} frames instead of one")
-                envelopes.append(Envelope(peer, decode(payload[0])))
+                self._require_last_frame()
+                envelopes.append(Envelope(peer, decode(payload)))
             except ProtocolError as error:
-                self.stats.rejected += 1
-                logger.warning("dropped a frame of %d bytes from %r: %s", sum(map(len, payload)), peer, error)
-                continue
-            self.stats.received += 1
-            self.stats.received_bytes += len(payload[0])
+                self._reject(peer, len(payload), error)
+            if received_bytes >= _BATCH_BYTES:
+                self._look_again()
+                break
+        else:
+            self._look_again()
+        self.stats.received += len(envelopes)
+        self.stats.received_bytes += received_bytes
         return envelopes
 
     def flush(self) -> None:
         """Hands what waits in the outboxes to ZeroMQ, as far as it takes it."""
-        for peer in list(self._outboxes):
-            outbox = self._outboxes[peer]
-            while outbox:
-                sent = self._try_send(peer, outbox[0])
-                if sent is False:
-                    break
-                outbox.popleft()
-                self.stats.outbox_frames -= 1
-            if not outbox:
-                del self._outboxes[peer]
+        self._flush()
+        self._look_again()
 
     @property
     def has_outbox(self) -> bool:
@@ -116,29 +131,58 @@ class Port:
 
     def forget(self, peer: bytes) -> None:
         """Drops what waits for a peer that is gone."""
-        self.stats.outbox_frames -= len(self._outboxes.pop(peer, ()))
+        outbox = self._outboxes.pop(peer, None)
+        if outbox is not None:
+            self.stats.outbox_frames -= len(outbox.frames)
 
-    def _send(self, peer: bytes, item: object) -> bool:
+    def _require_last_frame(self) -> None:
+        if not self._socket.getsockopt(zmq.RCVMORE):
+            return
+        while self._socket.getsockopt(zmq.RCVMORE):
+            self._socket.recv(zmq.NOBLOCK)
+        raise ProtocolError("several frames instead of one")
+
+    def _reject(self, peer: bytes, num_bytes: int, error: ProtocolError) -> None:
+        self.stats.rejected += 1
+        if self.stats.rejected.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...: a flood does not fill the log
+            message = "dropped a frame of %d bytes from %r: %s (%d so far)"
+            logger.warning(message, num_bytes, peer, error, self.stats.rejected)
+
+    def _send(self, peer: bytes, item: object, can_wait: bool = True) -> bool:
         frame = encode(item)
-        if len(frame) > MAX_FRAME_BYTES:
-            raise ProtocolError(f"{type(item).__name__} of {len(frame)} bytes is over the frame limit")
-        outbox = self._outboxes.get(peer)
-        if outbox is None:
-            sent = self._try_send(peer, frame)
-            if sent is not False:
-                return sent is True
-            outbox = self._outboxes[peer] = deque()
-        if len(outbox) >= _MAX_OUTBOX_FRAMES:
-            self.stats.undeliverable += 1
-            return False
-        outbox.append(frame)
-        self.stats.outbox_frames += 1
-        return True
+        try:
+            outbox = self._outboxes.get(peer)
+            if outbox is None:
+                is_sent = self._try_send(peer, frame)
+                if is_sent is not False:
+                    return is_sent is True
+                outbox = _Outbox()
+            if not can_wait or not outbox.has_room(frame):
+                self.stats.undeliverable += 1
+                return False
+            self._outboxes[peer] = outbox
+            outbox.frames.append(frame)
+            outbox.num_bytes += len(frame)
+            self.stats.outbox_frames += 1
+            return True
+        finally:
+            self._look_again()
+
+    def _flush(self) -> None:
+        for peer, outbox in list(self._outboxes.items()):
+            while outbox.frames:
+                is_sent = self._try_send(peer, outbox.frames[0])
+                if is_sent is False:
+                    break
+                outbox.num_bytes -= len(outbox.frames.popleft())
+                self.stats.outbox_frames -= 1
+            if not outbox.frames:
+                del self._outboxes[peer]
 
     def _try_send(self, peer: bytes, frame: bytes) -> bool | None:
         """True: sent. False: not now. None: the peer is not there."""
         try:
-            self._socket.send_multipart([peer, frame] if self._is_router else [frame], zmq.NOBLOCK, copy=True)
+            self._socket.send_multipart([peer, frame] if self._is_router else [frame], zmq.NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -148,30 +192,33 @@ class Port:
             return None
         self.stats.sent += 1
         self.stats.sent_bytes += len(frame)
-        if self.after_send is not None:
-            self.after_send()
         return True
 
-    @property
-    def _is_router(self) -> bool:
-        return isinstance(self, RouterPort)
+    def _look_again(self) -> None:
+        if self.look_again is not None:
+            self.look_again()
 
 
 class RouterPort(Port):
     """A bound socket with many peers, addressed by routing id. A send to an absent peer says False."""
 
+    _is_router = True
+
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         """Binds `endpoint`; a tcp endpoint may end in `:0` for any free port.
 
         Raises:
-            EndpointInUseError: somebody else has it, named in the message.
+            EndpointInUseError: it cannot be bound, most often because somebody else has it; named in the message.
         """
         self._claim = EndpointClaim(endpoint)
-        socket = _configured(context, zmq.ROUTER)
+        socket = _configured(context, zmq.ROUTER, endpoint)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
-            socket.bind(endpoint.replace(":0", ":*") if endpoint.endswith(":0") else endpoint)
-        except zmq.ZMQError as error:
+            listener = self._claim.listen()
+            if listener is not None:
+                socket.setsockopt(zmq.USE_FD, listener)
+            socket.bind(f"{endpoint[:-1]}*" if endpoint.startswith("tcp://") and endpoint.endswith(":0") else endpoint)
+        except (OSError, zmq.ZMQError) as error:
             socket.close(linger=0)
             self._claim.close()
             raise EndpointInUseError(f"cannot bind {endpoint}: {error.strerror}") from error
@@ -179,12 +226,16 @@ class RouterPort(Port):
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def send(self, peer: bytes, item: object) -> bool:
-        """Sends to one peer; False when it is not there or its outbox is full."""
+        """Sends to one peer, now or as soon as it can take it; False when it is not there or its outbox is full."""
         return self._send(peer, item)
 
-    def close(self) -> None:
+    def send_now(self, peer: bytes, item: object) -> bool:
+        """Sends to one peer if it can take it at once, else drops it: for what is worthless later (heartbeats)."""
+        return self._send(peer, item, can_wait=False)
+
+    def close(self, linger_ms: int = 0) -> None:
         """Closes the socket and gives the endpoint back."""
-        super().close()
+        super().close(linger_ms)
         self._claim.close()
 
 
@@ -192,7 +243,7 @@ class DealerPort(Port):
     """A socket connected to one peer. Nothing is queued for a peer that is not connected yet beyond the outbox."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, routing_id: bytes) -> None:
-        socket = _configured(context, zmq.DEALER)
+        socket = _configured(context, zmq.DEALER, endpoint)
         socket.setsockopt(zmq.ROUTING_ID, routing_id)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -205,16 +256,24 @@ class DealerPort(Port):
         """Sends to the peer, now or as soon as it can take it; False when the outbox is full."""
         return self._send(b"", item)
 
+    def send_now(self, item: object) -> bool:
+        """Sends to the peer if it can take it at once, else drops it: for what is worthless later (heartbeats)."""
+        return self._send(b"", item, can_wait=False)
 
-def _configured(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+
+def _configured(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.IPV6, int(is_ipv6(endpoint)))
+    # A peer whose host vanished keeps its routing id busy until TCP notices: about 10 s.
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 4)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 2)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.setsockopt(zmq.TCP_MAXRT, 10_000)
     return socket
 
 
@@ -226,66 +285,95 @@ class BlockingReceiver:
         self._poller = zmq.Poller()
         for port in self._ports:
             self._poller.register(port.socket, zmq.POLLIN)
+        # A signal alone does not end ZeroMQ's wait: it is taken up again for the time that was left.
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        weakref.finalize(self, _close_both, self._wake_read, self._wake_write)
+
+    def interrupt(self) -> None:
+        """Makes a waiting `receive_batch`, or else the next one, return at once. Safe in a signal handler."""
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups
+            os.write(self._wake_write, b"!")
 
     def receive_batch(self, timeout_s: float) -> list[tuple[Port, Envelope]]:
         """What arrived, after waiting at most `timeout_s` for the first message; 0 does not wait.
 
-        A signal may end the wait early with an empty batch.
+        Empty when the time was up, or after `interrupt`.
         """
         deadline = time.monotonic() + timeout_s
+        is_interrupted = False
         while True:
             batch = [(port, envelope) for port in self._ports for envelope in port.receive_ready()]
             left_ms = int(1000 * (deadline - time.monotonic()) + 0.999)
-            if batch or left_ms <= 0:
+            if batch or left_ms <= 0 or is_interrupted:
                 return batch
-            waits_to_send = any(port.has_outbox for port in self._ports)
-            if not self._poller.poll(min(left_ms, _RETRY_MS) if waits_to_send else left_ms) and not waits_to_send:
-                return []
+            if any(port.has_outbox for port in self._ports):
+                left_ms = min(left_ms, _RETRY_MS)
+            if (self._wake_read, zmq.POLLIN) in self._poller.poll(left_ms):
+                os.read(self._wake_read, 4096)
+                is_interrupted = True
+
+
+def _close_both(read_end: int, write_end: int) -> None:
+    os.close(read_end)
+    os.close(write_end)
 
 
 class AsyncReceiver:
     """Waits on ports from one asyncio task (tokenizer and detokenizer), without zmq.asyncio's per-message futures.
 
-    ZeroMQ's file descriptor is edge-triggered: it must be drained after every wake-up, and a send can swallow the edge,
-    so each send asks for another look.
+    ZeroMQ's file descriptor is edge-triggered: it must be drained after every wake-up, and an attempt to send can
+    swallow the edge, so each one asks for another look.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._ports: list[Port] = []
-        self._interrupted = False
+        self._is_interrupted = False
 
     def add(self, port: Port) -> None:
         """Starts watching a port."""
         self._ports.append(port)
-        self._loop.add_reader(port.file_descriptor, self._wake.set)
-        port.after_send = self._wake.set
+        self._loop.add_reader(port.file_descriptor, self._on_readable, port)
+        port.look_again = self._wake.set
         self._wake.set()
 
     def remove(self, port: Port) -> None:
-        """Stops watching a port; the caller closes it."""
+        """Stops watching a port; the caller closes it afterwards."""
         self._ports.remove(port)
         self._loop.remove_reader(port.file_descriptor)
-        port.after_send = None
+        port.look_again = None
 
     def interrupt(self) -> None:
-        """Makes a waiting `receive_batch` return now (with what is there, perhaps nothing)."""
-        self._interrupted = True
-        self._wake.set()
+        """Makes a waiting `receive_batch`, or else the next one, return with what is there, perhaps nothing.
+
+        Safe in a signal handler and from another thread.
+        """
+        self._is_interrupted = True
+        self._loop.call_soon_threadsafe(self._wake.set)
 
     async def receive_batch(self, timeout_s: float) -> list[tuple[Port, Envelope]]:
-        """What arrived, after waiting at most `timeout_s` for the first message."""
+        """What arrived, after waiting at most `timeout_s` for the first message. One task at a time may wait."""
         deadline = self._loop.time() + timeout_s
+        await asyncio.sleep(0)  # a flood of messages must not keep the loop from everything else
         while True:
             self._wake.clear()
             batch = [(port, envelope) for port in self._ports for envelope in port.receive_ready()]
             left_s = deadline - self._loop.time()
-            if batch or left_s <= 0 or self._interrupted:
-                self._interrupted = False
+            if batch or left_s <= 0 or self._is_interrupted:
+                self._is_interrupted = False
                 return batch
             if any(port.has_outbox for port in self._ports):
                 left_s = min(left_s, _RETRY_MS / 1000)
             timer = self._loop.call_later(left_s, self._wake.set)
-            await self._wake.wait()
-            timer.cancel()
+            try:
+                await self._wake.wait()
+            finally:
+                timer.cancel()
+
+    def _on_readable(self, port: Port) -> None:
+        port.socket.getsockopt(zmq.EVENTS)  # takes the edge, or the loop would spin on it until the next receive
+        self._wake.set()
