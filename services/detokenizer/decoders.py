@@ -28,6 +28,7 @@ _finish_of = {int(finish): finish for finish in Finish}
 MAX_ENDED_REMEMBERED = 16_384
 MAX_UNKNOWN_REMEMBERED = 4_096
 MAX_IDS_OF_A_CHUNK = 4_096
+IDS_UNDER_WAY = 16  # how far past a stop string ids may come before the scheduler is told of it again
 ROWS_BETWEEN_ASKS = 64  # a gap is asked for once, and again only if so many rows came without an answer
 
 
@@ -112,7 +113,7 @@ class Decoders:
         for request_id, attempt, first_index, token_ids, finish, cached_tokens in rows:
             answer = self._open.get(request_id)
             if answer is None or answer.attempt != attempt:
-                self._take_stray(request_id, attempt, finish)
+                self._take_stray(request_id, attempt, first_index)
             elif first_index > answer.decoder.next_index:
                 self._ask_again(request_id, answer)
             elif len(token_ids) > MAX_IDS_OF_A_CHUNK:
@@ -173,11 +174,11 @@ class Decoders:
         end_index = None
         if chunk.finish is Finish.STOP_STRING:
             end_index = answer.decoder.next_index
-            self._outgoing.stops_found.append((request_id, answer.attempt, end_index))
+            self._outgoing.stops_found[request_id, answer.attempt] = end_index
             self.statistics.num_stops_found += 1
         self._remember_ended(request_id, answer.attempt, end_index)
 
-    def _take_stray(self, request_id: bytes, attempt: int, finish: Finish) -> None:
+    def _take_stray(self, request_id: bytes, attempt: int, first_index: int) -> None:
         """A row of no open answer: an older attempt, one that has ended, or one never heard of."""
         known = self._open.get(request_id)
         ended_attempt, end_index = self._ended.get(request_id, (-1, None))
@@ -185,9 +186,8 @@ class Decoders:
             self._ask_from_start(request_id, attempt)
             return
         self.statistics.num_old_rows += 1
-        if attempt == ended_attempt and end_index is not None and finish is Finish.NONE:
-            # The scheduler still produces: it may never have heard of the stop.
-            self._outgoing.stops_found.append((request_id, attempt, end_index))
+        if attempt == ended_attempt and end_index is not None and first_index >= end_index + IDS_UNDER_WAY:
+            self._outgoing.stops_found[request_id, attempt] = end_index  # the scheduler never heard of it
 
     def _ask_again(self, request_id: bytes, answer: _OpenAnswer) -> None:
         next_index = answer.decoder.next_index

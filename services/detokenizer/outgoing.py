@@ -64,7 +64,7 @@ class Outgoing:
     def __init__(self) -> None:
         self._rows_of: dict[bytes, ChunkRows] = {}
         self._full: list[tuple[bytes, ChunkRows]] = []
-        self.stops_found: list[tuple[bytes, int, int]] = []  # request id, attempt, end index
+        self.stops_found: dict[tuple[bytes, int], int] = {}  # (request id, attempt) -> end index
         self.failures: list[tuple[bytes, int]] = []  # request id, attempt
         self.resends: list[tuple[bytes, int, int]] = []  # request id, attempt, first index
 
@@ -92,7 +92,9 @@ class Outgoing:
         """What the scheduler must hear, stops first: they free pages."""
         messages: list[StopFound | DecodeFailed | Resend] = []
         if self.stops_found:
-            messages.append(StopFound(*_three_columns(self.stops_found)))
+            messages.append(
+                StopFound(*_three_columns([(*key, end_index) for key, end_index in self.stops_found.items()]))
+            )
         if self.failures:
             request_ids, attempts = zip(*self.failures, strict=True)
             messages.append(DecodeFailed(pack_request_ids(request_ids), pack_int32(attempts)))

@@ -68,7 +68,6 @@ class DetokenizerService:
                 for port, envelope in batch:
                     self._take(port, envelope.message)
                 self._send_outgoing()
-                self._session.progress += bool(batch)
                 self._check_scheduler(time.monotonic())
             self._send_to_scheduler(self._session.goodbye())
             linger_ms = _FAREWELL_MS
@@ -115,6 +114,7 @@ class DetokenizerService:
         elif isinstance(message, TokensProduced):
             try:
                 self._decoders.advance(message)
+                self._session.progress += 1
             except ProtocolError as error:
                 self._refuse(message, f"the scheduler: {error}")
         elif isinstance(message, DecodeOpen):
@@ -176,6 +176,7 @@ class DetokenizerService:
 
     def _disconnect(self, tokenizer: bytes) -> None:
         port = self._tokenizers.pop(tokenizer)
+        self._decoders.statistics.num_refused_messages += port.stats.rejected  # its own count ends with it
         self._receiver.remove(port)
         port.close()
 

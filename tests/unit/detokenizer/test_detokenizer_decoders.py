@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from services.detokenizer.answer import AnswerChunk, AnswerDecoder
-from services.detokenizer.decoders import MAX_IDS_OF_A_CHUNK, ROWS_BETWEEN_ASKS, Decoders
+from services.detokenizer.decoders import IDS_UNDER_WAY, MAX_IDS_OF_A_CHUNK, ROWS_BETWEEN_ASKS, Decoders
 from services.detokenizer.incremental import TokenPieces
 from services.detokenizer.outgoing import MAX_CHUNK_BYTES
 from services.wire.codec import encode
@@ -196,14 +196,24 @@ def test_an_answer_that_is_opened_again_gives_the_same_text_at_the_same_offsets(
 def test_a_stop_string_ends_the_answer_and_is_told_to_the_scheduler(decoders: Decoders) -> None:
     decoders.open(opening(A, stop=("stop",)))
     decoders.advance(produced((A, 0, 0, [0, 5, 1], Finish.NONE)))
-    stop_found = StopFound(A, pack_int32([0]), pack_int32([2]))
-    assert taken(decoders) == Sent({LEFT: [Row(A, 0, 0, [0, 5], 0, "one ", Finish.STOP_STRING, 2, 7)]}, [stop_found])
+    assert taken(decoders) == Sent(
+        {LEFT: [Row(A, 0, 0, [0, 5], 0, "one ", Finish.STOP_STRING, 2, 7)]},
+        [StopFound(A, pack_int32([0]), pack_int32([2]))],
+    )
     assert decoders.num_open == 0
-    # Rows under way are dropped; while the scheduler produces, it is told again: the first word may be lost.
-    decoders.advance(produced((A, 0, 3, [1], Finish.NONE)))
-    assert taken(decoders) == Sent({}, [stop_found])
-    decoders.advance(produced((A, 0, 4, [1], Finish.LENGTH)))
+    decoders.advance(produced((A, 0, 3, [1], Finish.NONE), (A, 0, 4, [1], Finish.LENGTH)))
     assert taken(decoders) == Sent({}, [])
+
+
+def test_a_scheduler_that_goes_on_past_a_stop_string_is_told_again(decoders: Decoders) -> None:
+    decoders.open(opening(A, stop=("stop",)))
+    decoders.advance(produced((A, 0, 0, [5], Finish.NONE)))
+    taken(decoders)
+    beyond = 1 + IDS_UNDER_WAY
+    decoders.advance(produced(*((A, 0, index, [1], Finish.NONE) for index in range(1, beyond))))
+    assert taken(decoders) == Sent({}, [])
+    decoders.advance(produced((A, 0, beyond, [1], Finish.NONE), (A, 0, beyond + 1, [1], Finish.NONE)))
+    assert taken(decoders) == Sent({}, [StopFound(A, pack_int32([0]), pack_int32([1]))])
 
 
 def test_a_stop_string_at_the_last_token_wins_over_the_limit(decoders: Decoders) -> None:
