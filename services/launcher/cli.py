@@ -1,0 +1,156 @@
+"""The command `tokenway`: serve, models, health."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from importlib.metadata import version
+from pathlib import Path
+
+from services.launcher.child import ChildSpec
+from services.launcher.models import ALIASES, fetch, find_on_disk, models_directory, resolve_model
+from services.launcher.port import reserve_port
+from services.launcher.progress import HttpStartup, SilentStartup, show
+from services.launcher.run_directory import given_run_directory, new_run_directory
+from services.launcher.supervisor import EXIT_INTERRUPTED, Patience, Startup, Supervisor
+from services.runtime.config import Settings, SettingsError, add_flags, inherited_environment, load_settings
+from services.runtime.health import unhealthy_reason
+from services.runtime.service import EXIT_BAD_START, EXIT_FAILURE, StartError
+from services.wire.errors import WireError
+from services.wire.messages import Role
+
+_NEEDS_MODEL = (Role.GPU_WORKER, Role.TOKENIZER, Role.DETOKENIZER)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0, 1 after a failure, 2 for a bad start, 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    if not words or words[0] in ("-h", "--help", "--version"):
+        parser.parse_args(words or ["--help"])
+    try:
+        match words:
+            case ["serve", *rest]:
+                return _serve(rest)
+            case ["health", *rest]:
+                return _health(rest)
+            case _:
+                return _models(parser.parse_args(words))
+    except (SettingsError, StartError, WireError) as error:
+        print(f"tokenway: {error}", file=sys.stderr)
+        return EXIT_BAD_START
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tokenway", description="Serves large language models.")
+    parser.add_argument("--version", action="version", version=f"tokenway {version('tokenway')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("serve", help="start a server (`tokenway serve --help` lists every setting)", add_help=False)
+    commands.add_parser("health", help="tell whether the processes of a run directory work: status 0 or 1")
+    models = commands.add_parser("models", help="list the models known by name and what lies on this disk")
+    actions = models.add_subparsers(dest="action", metavar="pull")
+    pull = actions.add_parser("pull", help="fetch a model")
+    pull.add_argument("name", metavar="NAME", help="alias, or owner/name on the hub")
+    pull.add_argument("--to", type=Path, metavar="DIR", help="folder to put it in (default: --models-dir)")
+    return parser
+
+
+def _serve_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tokenway serve",
+        description="Starts a scheduler, a worker, tokenizers and detokenizers, and watches them.",
+        epilog="Each setting is also a key of a TOML file (--config) and a variable TOKENWAY_...; flags win over "
+        "variables, variables over the file. Status: 0 after SIGTERM, 130 after Ctrl-C, 2 when it cannot start, "
+        "1 when a process died.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--role", choices=[str(role) for role in Role], help="start one process of this role only")
+    add_flags(parser)
+    return parser
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    role, rest = _take_role(arguments)
+    settings = load_settings(rest)
+    roles = list(Role) if role is None else [role]
+    with ExitStack() as stack:
+        if Role.TOKENIZER in roles:
+            reserved = stack.enter_context(reserve_port(settings.host, settings.port))
+            settings = dataclasses.replace(settings, port=reserved.getsockname()[1])
+        if set(roles) & set(_NEEDS_MODEL):
+            model = resolve_model(settings.model, settings)
+            name = settings.served_model_name or model.name
+            settings = dataclasses.replace(settings, model=str(model.path), served_model_name=name)
+        run_dir = stack.enter_context(_run_directory(settings, role))
+        specs = _child_specs(roles, dataclasses.replace(settings, run_dir=str(run_dir)))
+        return Supervisor(specs, _startup(settings, specs, roles), Patience.to_drain(settings.drain_timeout_s)).run()
+
+
+def _take_role(arguments: Sequence[str]) -> tuple[Role | None, list[str]]:
+    """The role, and the arguments that are settings; `--help` ends here."""
+    if "-h" in arguments or "--help" in arguments:
+        _serve_parser().parse_args(["--help"])
+    parser = argparse.ArgumentParser(prog="tokenway serve", add_help=False, allow_abbrev=False)
+    parser.add_argument("--role", choices=list(Role), type=Role)
+    found, rest = parser.parse_known_args(arguments)
+    return found.role, rest
+
+
+def _run_directory(settings: Settings, role: Role | None) -> AbstractContextManager[Path]:
+    if settings.run_dir:
+        return given_run_directory(Path(settings.run_dir))
+    if role is not None and not settings.scheduler_endpoint:
+        raise StartError("--role needs --scheduler-endpoint or --run-dir: where the other roles are found")
+    return new_run_directory()
+
+
+def _child_specs(roles: Sequence[Role], settings: Settings) -> list[ChildSpec]:
+    """What to start. Tokenizers stop first: they finish what is open while the others still work for them."""
+    is_group = len(roles) > 1
+    counts = {Role.TOKENIZER: settings.num_tokenizers, Role.DETOKENIZER: settings.num_detokenizers}
+    specs = []
+    for role in roles:
+        for number in range(counts.get(role, 1) if is_group else 1):
+            own = dataclasses.replace(settings, instance=str(number)) if is_group else settings
+            specs.append(
+                ChildSpec(
+                    name=f"{role}-{number}" if is_group else str(role),
+                    command=(sys.executable, "-m", f"services.{role}"),
+                    environment=inherited_environment() | own.as_environment(),
+                    stop_order=0 if role == Role.TOKENIZER else 1,
+                )
+            )
+    return specs
+
+
+def _startup(settings: Settings, specs: Sequence[ChildSpec], roles: Sequence[Role]) -> Startup:
+    if Role.TOKENIZER in roles:
+        return HttpStartup(settings.host, settings.port, [spec.name for spec in specs])
+    return SilentStartup(specs[0].name)
+
+
+def _health(arguments: Sequence[str]) -> int:
+    settings = load_settings(arguments)
+    if not settings.run_dir:
+        raise SettingsError("set --run-dir: the directory that the server was started with")
+    reason = unhealthy_reason(Path(settings.run_dir), time.monotonic())
+    print(reason or "healthy")
+    return EXIT_FAILURE if reason else 0
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    settings = load_settings([])
+    if arguments.action == "pull":
+        fetch(arguments.name, arguments.to or models_directory(settings))
+        return 0
+    for alias, source in ALIASES.items():
+        path = find_on_disk(alias, settings)
+        show(f"{alias:14} {getattr(source, 'file_name', source):40} {path or 'not on this disk'}")
+    show(f"models fetched by name go to {models_directory(settings)}")
+    return 0
