@@ -1,0 +1,64 @@
+"""gpu_worker: the random numbers of sampling, a pure function of (seed, choice, position).
+
+SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) used as a counter-based generator: its n-th output is a mix of
+`key + n * STEP`, so any position of any answer can be computed alone, on any device, in 64-bit integer arithmetic that
+wraps the same everywhere. The key of an answer is a mix of its seed and its choice, made once when it takes a row.
+
+It keeps no state. There is no other source of randomness in this process.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORD = 2**64
+_STEP = 0x9E3779B97F4A7C15  # odd, 2**64 / golden ratio: the increment of SplitMix64
+_CHOICE_STEP = 0xD1B54A32D192ED03  # another odd constant, so that choices do not walk along positions
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+_FRACTION_BITS = 53  # what a float64 in [0, 1) can hold
+
+
+def stream_key(seed: int, choice: int) -> int:
+    """The key of one answer's stream of numbers, in [-2**63, 2**63).
+
+    Args:
+        seed: any int64; 0 and negative ones are seeds like any other.
+        choice: which of a request's answers, >= 0.
+    """
+    return _signed(_mix((_mix((seed + _STEP) % _WORD) + (choice + 1) * _CHOICE_STEP) % _WORD))
+
+
+def uniform(keys: Tensor, positions: Tensor) -> Tensor:
+    """One number for each row.
+
+    Args:
+        keys: [num_rows] int64, see `stream_key`.
+        positions: [num_rows] int64 >= 0, the position of the token to draw.
+
+    Returns:
+        [num_rows] float64 in [0, 1), multiples of 2**-53.
+    """
+    words = keys + (positions + 1) * _signed(_STEP)
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+        words = (words ^ _shifted(words, shift)) * _signed(multiplier)
+    words = words ^ _shifted(words, _SHIFTS[-1])
+    fractions = _shifted(words, 64 - _FRACTION_BITS).to(torch.float64)
+    return fractions.mul_(2.0**-_FRACTION_BITS)
+
+
+def _shifted(words: Tensor, shift: int) -> Tensor:
+    """A logical shift to the right: int64 tensors shift arithmetically, so the copies of the sign are masked off."""
+    return (words >> shift) & (2 ** (64 - shift) - 1)
+
+
+def _mix(word: int) -> int:
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+        word = ((word ^ (word >> shift)) * multiplier) % _WORD
+    return word ^ (word >> _SHIFTS[-1])
+
+
+def _signed(word: int) -> int:
+    """The same 64 bits read as an int64, which is what tensors hold."""
+    return word - _WORD if word >= _WORD // 2 else word

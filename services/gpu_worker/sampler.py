@@ -1,0 +1,163 @@
+"""gpu_worker: picks one token a row as a function of (seed, choice, position, logits) and of nothing else.
+
+A row's token does not depend on which rows are beside it, in what order, or on the number of threads: everything across
+the vocabulary is either elementwise, a maximum, or a sum of integers (probabilities are 40-bit fixed point numbers).
+
+    greedy rows      the first of the largest logits; they pay for nothing else
+    drawing rows     one uniform number, inverse cumulative distribution in the order of ids
+    filtering rows   top_k, then top_p, then min_p on what is left (see `nucleus`), drawn in the order of probability
+
+It holds no state and decides nothing about a request. A row without a usable maximum (all NaN, or an infinity) is
+flagged and harms nobody; where only some logits are NaN, those get probability 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.gpu_worker.nucleus import FilterLimits, WeightedRows, most_probable
+from services.gpu_worker.random_numbers import uniform
+
+GREEDY_TEMPERATURE = 1e-5
+"""At or below this a request is greedy: the draw could not differ, and dividing by it would overflow."""
+
+_WEIGHT_BITS = 40  # 2**40 for the most probable token; with 2**20 of them a sum still fits into 63 bits
+_LEAST_EXPONENT = -50.0  # weight 0 already; exponentials that underflow take a CPU 80 times as long
+_CHUNK = 256  # logits reduced at once when looking for the maximum
+_MAX_BLOCK = 2**22  # logits drawn from at once: bounds the scratch memory to about 200 MB
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRows:
+    """Rows of a step that draw, all in the same way. Tensors on the device of the logits; the other rows are greedy.
+
+    Attributes:
+        rows: [num_drawn] int64, which rows of the logits.
+        keys: [num_drawn] int64, see `random_numbers.stream_key`.
+        positions: [num_drawn] int64, position of the token to pick: how many tokens the request has so far.
+        temperatures: [num_drawn] float32 > GREEDY_TEMPERATURE.
+        limits: top_k, top_p and min_p.
+        is_filtering: whether a top_k or top_p is on in each of them, or in none.
+    """
+
+    rows: Tensor
+    keys: Tensor
+    positions: Tensor
+    temperatures: Tensor
+    limits: FilterLimits
+    is_filtering: bool
+
+    def select(self, index: Tensor) -> DrawnRows:
+        """Some of them, by their places in the columns ([n] int64, or [num_drawn] bool on a CPU)."""
+        return DrawnRows(
+            self.rows[index], self.keys[index], self.positions[index], self.temperatures[index],
+            self.limits.select(index), self.is_filtering,
+        )  # fmt: skip
+
+    def blocks(self, num_rows: int) -> list[DrawnRows]:
+        """The same in blocks of at most `num_rows` rows."""
+        places = torch.arange(len(self.rows), device=self.rows.device)
+        if len(places) <= num_rows:
+            return [self]
+        return [self.select(block) for block in torch.split(places, num_rows)]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What was picked: token_ids [num_rows] int64 (0 for a failed row), is_failed [num_rows] bool."""
+
+    token_ids: Tensor
+    is_failed: Tensor
+
+
+def sample(logits: Tensor, groups: Sequence[DrawnRows]) -> SampledTokens:
+    """Picks a token for each row.
+
+    On a CUDA device nothing here waits for the device.
+
+    Args:
+        logits: [num_rows, vocab_size] float32, vocab_size <= 2**20; not changed.
+        groups: the rows that draw.
+    """
+    if not logits.is_cpu:
+        logits = torch.where(logits.isnan(), -math.inf, logits)
+    maxima, token_ids = row_maxima(logits)
+    is_failed = ~maxima.isfinite()
+    if logits.is_cpu and bool(is_failed.any()):
+        logits = torch.where(logits.isnan(), -math.inf, logits)
+        maxima, token_ids = row_maxima(logits)
+        is_failed = ~maxima.isfinite()
+        groups = [group.select(~is_failed[group.rows]) for group in groups]
+    rows_at_once = max(1, _MAX_BLOCK // logits.shape[1])
+    for group in groups:
+        for block in group.blocks(rows_at_once) if len(group.rows) else ():
+            exponents = logits.index_select(0, block.rows).sub_(maxima[block.rows, None])
+            token_ids[block.rows] = _draw_filtered(exponents, block) if block.is_filtering else _draw(exponents, block)
+    return SampledTokens(token_ids.masked_fill(is_failed, 0), is_failed)
+
+
+def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row and the first id that has it; NaN if the row holds a NaN.
+
+    In two levels: torch's reductions that return an index are ten times slower on a CPU than those that do not.
+
+    Args:
+        logits: [num_rows, vocab_size].
+
+    Returns:
+        [num_rows] of the same type, [num_rows] int64.
+    """
+    vocab_size = logits.shape[1]
+    width = min(_CHUNK, vocab_size)
+    body = vocab_size - vocab_size % width
+    chunk_maxima = torch.unflatten(logits[:, :body], 1, (-1, width)).amax(2)
+    if body < vocab_size:
+        chunk_maxima = torch.cat([chunk_maxima, logits[:, body:].amax(1, keepdim=True)], dim=1)
+    chunks = chunk_maxima.argmax(1, keepdim=True)
+    # The last chunk may be short: read the full width up to the end of the row, its own ids are the last ones.
+    starts = (chunks * width).clamp_(max=vocab_size - width)
+    ids = starts + torch.arange(width, device=logits.device)
+    places = logits.gather(1, ids).argmax(1, keepdim=True)
+    return chunk_maxima.gather(1, chunks).squeeze(1), (starts + places).squeeze(1)
+
+
+def fixed_point_weights(exponents: Tensor, temperatures: Tensor) -> Tensor:
+    """Probabilities up to a common factor, as integers: exp(exponent / temperature) * 2**40, rounded down.
+
+    Args:
+        exponents: [num_rows, vocab_size] float32 <= 0, logits less their row's maximum; overwritten.
+        temperatures: [num_rows] float32 > 0.
+
+    Returns:
+        [num_rows, vocab_size] int64 in [0, 2**40]; 2**40 for the most probable token.
+    """
+    scaled = exponents.div_(temperatures[:, None]).clamp_(min=_LEAST_EXPONENT)
+    return scaled.exp_().mul_(2.0**_WEIGHT_BITS).to(torch.int64)
+
+
+def _draw(exponents: Tensor, drawn: DrawnRows) -> Tensor:
+    weights = fixed_point_weights(exponents, drawn.temperatures)
+    if drawn.limits.has_min_p:
+        weights.masked_fill_(weights < drawn.limits.least_weights(weights.amax(1, keepdim=True)), 0)
+    return _pick(weights, drawn).squeeze(1)
+
+
+def _draw_filtered(exponents: Tensor, drawn: DrawnRows) -> Tensor:
+    weights = fixed_point_weights(exponents.clone(), drawn.temperatures)
+    kept = most_probable(WeightedRows.whole(exponents, weights), drawn.limits)
+    return kept.ids.gather(1, _pick(kept.weights, drawn)).squeeze(1)
+
+
+def _pick(weights: Tensor, drawn: DrawnRows) -> Tensor:
+    """The place in each row where the running sum of weights passes u of the total: [num_rows, 1] int64."""
+    running = weights.cumsum(1)
+    totals = running[:, -1:]
+    numbers = uniform(drawn.keys, drawn.positions)[:, None]
+    targets = torch.minimum((numbers * totals.to(torch.float64)).to(torch.int64), totals - 1)
+    # Of a failed row the sums are arbitrary; its pick must still be a place in the row.
+    return torch.searchsorted(running, targets, right=True).clamp_(max=weights.shape[1] - 1)

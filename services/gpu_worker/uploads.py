@@ -1,0 +1,20 @@
+"""gpu_worker: small host arrays to the device without waiting for it.
+
+A plain `torch.tensor(..., device="cuda")` waits for everything launched before: with it a step could not be prepared
+while the one before runs. From page-locked memory the copy is a matter of the device's queue.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+def upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """The array as a tensor on the device; on a CPU it may share the array's memory."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
