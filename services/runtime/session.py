@@ -1,8 +1,8 @@
 """A process's session with the scheduler, as a pure state machine: greeting, heartbeats, roster, silence.
 
-Every process but the scheduler has one. The shell owns the socket and the clock: it sends what `messages_due` says (with
-`send_now`: a stale greeting is worth nothing), passes what arrives to `receive`, and wakes up again after `next_due_s` at
-the latest. Heartbeats are thus sent by the work loop itself: a stuck loop goes silent.
+Every process but the scheduler has one. The shell owns the socket and the clock: it sends what `messages_due` says
+(with `send_now`: a stale greeting is worth nothing), passes what arrives to `receive`, and wakes up again after
+`next_due_s` at the latest. Heartbeats are thus sent by the work loop itself: a stuck loop goes silent.
 
 A scheduler that was started anew does not know this process: it answers whatever comes with its own Heartbeat, whose
 epoch is another one, and the session greets again.

@@ -93,6 +93,13 @@ def _compile_fields(cls: type) -> Fields:
     writers = [(name, form.write) for name, form in forms]
     check = getattr(cls, "check", None)
 
+    def agree(item: object) -> None:
+        try:
+            if check is not None:
+                check(item)
+        except ProtocolError as error:
+            raise ProtocolError(f"{cls.__name__}: {error}") from None
+
     def read(reader: Reader, arity: int) -> object:
         if arity != len(readers):
             raise ProtocolError(f"{cls.__name__} has {len(readers)} fields, frame holds {arity}")
@@ -103,8 +110,7 @@ def _compile_fields(cls: type) -> Fields:
             except ProtocolError as error:
                 raise ProtocolError(f"{cls.__name__}.{name}: {error}") from None
         item = cls(*values)
-        if check is not None:
-            check(item)
+        agree(item)
         return item
 
     def write(item: object) -> list[Any]:
@@ -116,8 +122,7 @@ def _compile_fields(cls: type) -> Fields:
                 values.append(write_value(getattr(item, name)))
             except ProtocolError as error:
                 raise ProtocolError(f"{cls.__name__}.{name}: {error}") from None
-        if check is not None:
-            check(item)
+        agree(item)
         return values
 
     return Fields(read, write)

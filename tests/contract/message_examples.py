@@ -1,0 +1,95 @@
+"""One example of every message, with fields that differ from each other. Their bytes are golden: `golden.txt`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.wire.codec import encode
+from services.wire.columns import pack_int32, pack_request_ids
+from services.wire.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Acknowledge,
+    Admitted,
+    DecodeFailed,
+    DecodeOpen,
+    Finish,
+    Goodbye,
+    HandshakeRefused,
+    Heartbeat,
+    Hello,
+    Load,
+    Member,
+    MemberTelemetry,
+    NewRow,
+    Refused,
+    Resend,
+    Role,
+    Roster,
+    SamplingParams,
+    State,
+    StepPlan,
+    StepResult,
+    StopFound,
+    Submit,
+    Telemetry,
+    TextChunks,
+    TextParams,
+    TokensProduced,
+    Welcome,
+    WorkerCard,
+)
+
+GOLDEN_FILE = Path(__file__).parent / "golden.txt"
+
+ID_A = bytes(range(16))
+ID_B = bytes(range(240, 256))
+IDS = pack_request_ids([ID_A, ID_B])
+SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, seed=-(2**63), choice=3)
+TEXT = TextParams(stop=("\n\n", "停", "👋"), include_stop_str_in_output=True, skip_special_tokens=False, min_tokens=5)
+CARD = WorkerCard(
+    vocab_size=49152, logits_width=49280, page_size=16, num_pages=1024, max_model_len=8192, max_rows=256,
+    chunk_tokens=512, chunk_ms=287.5, held_request_ids=IDS, held_attempts=pack_int32([0, 2]),
+    held_indexes=pack_int32([17, 300]),
+)  # fmt: skip
+
+EXAMPLES: list[object] = [
+    Hello(PROTOCOL_VERSION, Role.GPU_WORKER, "w-1", 2**64 - 1, "", State.STARTING, CARD),
+    Welcome(PROTOCOL_VERSION, 0x0123456789ABCDEF),
+    HandshakeRefused(PROTOCOL_VERSION, "页大小 differs"),
+    Roster(7, (Member(Role.TOKENIZER, "t-1", 1, "ipc:///run/t.sock", State.READY),
+               Member(Role.DETOKENIZER, "d-1", 2, "tcp://10.0.0.2:5000", State.DRAINING))),
+    Heartbeat(42, State.READY, 2**62, {"gauge": 1.5, "计数": 3.0}),
+    Goodbye(43),
+    Telemetry((MemberTelemetry(Role.SCHEDULER, "s", 9, State.READY, 120, 12345, {"steps": 7.0}),)),
+    Submit(ID_A, 1, pack_int32([1, 49151]), pack_int32([5]), SAMPLING, TEXT, 128, pack_int32([0, 2]), ID_B, "租户",
+           b"\x00salt", -3, 30_000),
+    Admitted(ID_A, 1),
+    Refused(ID_A, 1, 503, "queue_full", "the queue is full", "max_tokens", 2),
+    Abort(IDS, pack_int32([1, 0])),
+    Load(State.READY, 3, 1024, 16, 900, 1024, 8192, 1, 25),
+    Acknowledge(IDS, pack_int32([1, 0]), pack_int32([17, 18])),
+    Resend(IDS, pack_int32([1, 0]), pack_int32([0, 9])),
+    DecodeOpen(ID_A, 1, b"tokenizer/t-1/0000000000000001", TEXT),
+    TokensProduced(IDS, pack_int32([1, 0]), pack_int32([4, 9]), pack_int32([2, 0]), pack_int32([11, 12]),
+                   bytes([Finish.NONE, Finish.LENGTH]), pack_int32([32, 0])),
+    StopFound(IDS, pack_int32([1, 0]), pack_int32([6, 7])),
+    DecodeFailed(IDS, pack_int32([1, 0])),
+    TextChunks(IDS, pack_int32([1, 0]), pack_int32([4, 9]), pack_int32([2, 1]), pack_int32([11, 12, 13]),
+               pack_int32([20, 40]), ("héllo 世界 👋", ""), bytes([Finish.NONE, Finish.STOP_STRING]),
+               pack_int32([0, 10]), pack_int32([32, 0])),
+    StepPlan(42, 1000, pack_int32([3]), (NewRow(1, ID_A, 0, pack_int32([1, 2, 3]), 2, pack_int32([9]), SAMPLING),),
+             pack_int32([1, 5]), pack_int32([1, 2]), pack_int32([10, 11, 12]), pack_int32([1, 5]), pack_int32([0, 99]),
+             pack_int32([3, 1]), b"\x00\x01"),
+    StepResult(42, 1000, pack_int32([5, 6]), IDS, pack_int32([0, 1]), pack_int32([99, 3]), pack_int32([1, 0]),
+               pack_int32([777]), bytes([Finish.NONE, Finish.NUMERICAL_ERROR]), 23_456, 25_000),
+]  # fmt: skip
+
+
+def golden_text() -> str:
+    """What `golden.txt` must hold: `Name hex`, a line for each message."""
+    return "".join(f"{type(item).__name__} {encode(item).hex()}\n" for item in EXAMPLES)
+
+
+if __name__ == "__main__":
+    GOLDEN_FILE.write_text(golden_text(), encoding="ascii")

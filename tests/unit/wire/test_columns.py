@@ -1,0 +1,53 @@
+"""Columns: many numbers as one run of bytes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.wire.columns import (
+    pack_int32,
+    pack_request_ids,
+    split_by_counts,
+    unpack_int32,
+    unpack_request_ids,
+)
+from services.wire.errors import ProtocolError
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)))
+def test_int32_columns_are_little_endian_and_come_back(values: list[int]) -> None:
+    column = pack_int32(values)
+    assert column == b"".join(value.to_bytes(4, "little", signed=True) for value in values)
+    assert unpack_int32(column) == values
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**70])
+def test_numbers_that_do_not_fit_are_refused(value: int) -> None:
+    with pytest.raises(OverflowError):
+        pack_int32([0, value])
+
+
+def test_request_ids_come_back_and_odd_lengths_are_refused() -> None:
+    ids = [os.urandom(16) for _ in range(5)]
+    assert unpack_request_ids(pack_request_ids(ids)) == ids
+    assert unpack_request_ids(b"") == []
+    with pytest.raises(ProtocolError):
+        unpack_request_ids(bytes(17))
+    with pytest.raises(ProtocolError):
+        unpack_int32(bytes(5))
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4)))
+def test_runs_are_cut_as_they_were_joined(runs: list[list[int]]) -> None:
+    joined = [value for run in runs for value in run]
+    assert split_by_counts(joined, [len(run) for run in runs]) == runs
+
+
+@pytest.mark.parametrize("counts", [[1], [4], [-1, 4], [2, 2]])
+def test_counts_that_do_not_add_up_are_refused(counts: list[int]) -> None:
+    with pytest.raises(ProtocolError):
+        split_by_counts([1, 2, 3], counts)
