@@ -105,8 +105,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         [num_tokens, num_heads, head_dim], a new tensor.
     """
-    half = heads.shape[-1] // 2
-    swapped = torch.cat((heads[..., half:], heads[..., :half]), dim=-1)
+    swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
     return torch.addcmul(heads * cos, swapped, sin)
 
 

@@ -1,0 +1,151 @@
+"""Every attention backend against the plain reference, over a pool in which all foreign slots are poisoned with NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from services.gpu_worker.attention.backend import AttentionBackend
+from services.gpu_worker.attention.paged_cpu import PagedCpuAttention
+from services.gpu_worker.attention.paged_cuda import PagedCudaAttention
+from services.gpu_worker.attention.reference import ReferenceAttention
+from services.gpu_worker.attention.sparse_decode import has_sparse_products
+from services.gpu_worker.kv_cache import KvCache, KvCacheShape
+from services.gpu_worker.step_inputs import StepInputs, StepRow, build_step_inputs
+
+CPU = torch.device("cpu")
+HEAD_DIM = 8
+FAST: dict[str, Callable[[torch.dtype], AttentionBackend]] = {
+    "paged_cpu": PagedCpuAttention,
+    "padded_blocks": lambda dtype: PagedCudaAttention(),
+    "small_padded_blocks": lambda dtype: PagedCudaAttention(max_block_elements=100),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows as (computed tokens, new tokens), and the shape of pool and model."""
+
+    rows: tuple[tuple[int, int], ...]
+    page_size: int
+    num_kv_heads: int
+    group: int
+    window: int | None
+    dtype: torch.dtype
+    in_order: bool
+    seed: int
+
+
+cases = st.builds(
+    Case,
+    rows=st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 20))), min_size=1, max_size=6).map(
+        tuple
+    ),
+    page_size=st.sampled_from([1, 2, 7, 16]),
+    num_kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    window=st.one_of(st.none(), st.integers(1, 70)),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
+    in_order=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+
+
+class Scene:
+    """A step with its pool: the computed tokens hold numbers, every other slot NaN."""
+
+    def __init__(self, case: Case) -> None:
+        generator = torch.Generator().manual_seed(case.seed)
+        pages_of = [-(-(computed + new) // case.page_size) for computed, new in case.rows]
+        num_pages = sum(pages_of) + 3
+        pages = list(range(num_pages)) if case.in_order else torch.randperm(num_pages, generator=generator).tolist()
+        shape = KvCacheShape(1, case.num_kv_heads, HEAD_DIM, case.page_size, case.dtype)
+        self.kv_cache = KvCache(shape, num_pages, CPU)
+        self.kv_cache.keys.fill_(float("nan"))
+        self.kv_cache.values.fill_(float("nan"))
+        rows = []
+        for (computed, new), num_pages_of_row in zip(case.rows, pages_of, strict=True):
+            own, pages = pages[:num_pages_of_row], pages[num_pages_of_row:]
+            rows.append(StepRow([0] * new, computed, own, samples=True))
+            slots = torch.tensor(
+                [own[p // case.page_size] * case.page_size + p % case.page_size for p in range(computed)]
+            )
+            for pool in (self.kv_cache.key_slots(0), self.kv_cache.value_slots(0)):
+                pool[slots.long()] = torch.randn(computed, *pool.shape[1:], generator=generator).to(case.dtype)
+        self.rows = rows
+        self.case = case
+        self.inputs = build_step_inputs(rows, case.page_size, CPU)
+        num_heads = case.num_kv_heads * case.group
+        heads = torch.randn(self.inputs.num_tokens, num_heads + 2 * case.num_kv_heads, HEAD_DIM, generator=generator)
+        # Slices of one product, as in a model: not contiguous.
+        heads = heads.to(case.dtype)
+        self.queries = heads[:, :num_heads]
+        self.keys, self.values = heads[:, num_heads:].chunk(2, dim=1)
+
+    def attend(self, backend: AttentionBackend) -> Tensor:
+        return attend(backend, self.inputs, self.kv_cache, (self.queries, self.keys, self.values), self.case.window)
+
+    def attend_alone(self, backend: AttentionBackend, row: int) -> Tensor:
+        """One row of the step by itself."""
+        start, end = self.inputs.query_starts[row], self.inputs.query_starts[row + 1]
+        inputs = build_step_inputs([self.rows[row]], self.case.page_size, CPU)
+        parts = (self.queries[start:end], self.keys[start:end], self.values[start:end])
+        return attend(backend, inputs, self.kv_cache, parts, self.case.window)
+
+
+def attend(
+    backend: AttentionBackend,
+    inputs: StepInputs,
+    kv_cache: KvCache,
+    parts: tuple[Tensor, Tensor, Tensor],
+    window: int | None,
+) -> Tensor:
+    step = backend.begin_step(inputs, kv_cache)
+    step.write_kv(0, parts[1], parts[2])
+    return step.attend(0, parts[0], window)
+
+
+@pytest.mark.parametrize("name", FAST)
+@settings(max_examples=120, deadline=None)
+@given(case=cases)
+def test_agrees_with_the_reference(name: str, case: Case) -> None:
+    scene = Scene(case)
+    expected = scene.attend(ReferenceAttention())
+    computed = scene.attend(FAST[name](case.dtype))
+    tolerance = 1e-5 if case.dtype == torch.float32 else 0.03
+    torch.testing.assert_close(computed, expected, atol=tolerance, rtol=tolerance)
+    assert not computed.isnan().any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases)
+def test_a_row_is_the_same_alone_and_in_a_batch(case: Case) -> None:
+    scene = Scene(case)
+    backend = PagedCpuAttention(case.dtype)
+    together = scene.attend(backend)
+    for row in range(len(case.rows)):
+        start, end = scene.inputs.query_starts[row], scene.inputs.query_starts[row + 1]
+        assert torch.equal(scene.attend_alone(backend, row), together[start:end])
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_smp_02_a_nan_in_one_row_stays_in_that_row(name: str) -> None:
+    case = Case(((20, 1), (9, 1), (12, 3)), 4, 2, 2, None, torch.float32, in_order=False, seed=3)
+    clean, broken = Scene(case), Scene(case)
+    page = broken.rows[1].page_ids[0]
+    broken.kv_cache.values[0, page, 2] = float("nan")
+    expected, computed = (scene.attend(FAST[name](torch.float32)) for scene in (clean, broken))
+    assert computed[1].isnan().any()
+    assert torch.equal(computed[[0, 2, 3, 4]], expected[[0, 2, 3, 4]])
+
+
+def test_the_cpu_decodes_float32_in_place() -> None:
+    """The path that copies no context is the one that is used, where torch has it."""
+    assert has_sparse_products(torch.float32)
+    assert not has_sparse_products(torch.bfloat16)
