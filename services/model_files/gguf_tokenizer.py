@@ -40,9 +40,10 @@ class _ByteLevelKind:
     adds_bos: bool = False
 
 
+_GPT2 = _ByteLevelKind()
 _LLAMA3 = _ByteLevelKind(split=_WORDS + r"\p{N}{1,3}" + _REST, whole_words=True, adds_bos=True)
 _KINDS = {
-    "gpt-2": _ByteLevelKind(),
+    "gpt-2": _GPT2,
     "smollm": _ByteLevelKind(single_digits=True),
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
@@ -83,22 +84,22 @@ def _byte_level_kind(header: GgufHeader) -> _ByteLevelKind:
 
 
 def _byte_level(header: GgufHeader, kind: _ByteLevelKind) -> Tokenizer:
+    adds_space = bool(header.flag("tokenizer.ggml.add_space_prefix"))
+    if adds_space and kind != _GPT2:
+        raise ModelFileError(header.path, "field tokenizer.ggml.add_space_prefix: only supported for gpt-2 and llama")
     merges = header.texts("tokenizer.ggml.merges")
     if merges is None:
         raise ModelFileError(header.path, "field tokenizer.ggml.merges is missing")
     vocab, _ = _vocab(header)
     tokenizer = _bpe(header, vocab, [_pair(header, merge) for merge in merges], ignore_merges=kind.whole_words)
-    steps: list[normalizers.Normalizer] = [normalizers.NFC()] if kind.nfc else []
-    if header.flag("tokenizer.ggml.add_space_prefix"):
-        steps.append(normalizers.Replace(Regex(r"\A(?=[^ ])"), " "))
-    if steps:
-        tokenizer.normalizer = normalizers.Sequence(steps)
+    if kind.nfc:
+        tokenizer.normalizer = normalizers.NFC()
     cuts: list[pre_tokenizers.PreTokenizer] = []
     if kind.single_digits:
         cuts.append(pre_tokenizers.Digits(individual_digits=True))
     if kind.split is not None:
         cuts.append(pre_tokenizers.Split(Regex(kind.split), behavior="isolated"))
-    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind.split is None))
+    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=adds_space, use_regex=kind.split is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

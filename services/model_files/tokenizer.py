@@ -96,8 +96,6 @@ def _from_folder(files: ModelFiles) -> tuple[Tokenizer, TokenizerConfig]:
     except Exception as error:  # the library raises plain Exception
         raise ModelFileError(path, f"is refused by the tokenizers library: {error}") from None
     _add_tokens(files, tokenizer, config)
-    if config.adds_bos is not None or config.adds_eos is not None:
-        _set_ends(tokenizer, config, bool(config.adds_bos), bool(config.adds_eos))
     return tokenizer, config
 
 

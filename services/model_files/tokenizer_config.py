@@ -50,8 +50,9 @@ class TokenizerConfig:
         added_tokens: All added tokens by ascending id.
         special_texts: The named special tokens that templates use: `bos_token`, `eos_token`, ... -> text.
         chat_templates: Template sources by name; the plain one is `default`. Empty if the model has none.
-        adds_bos: Whether BOS goes before a raw prompt; None leaves it to tokenizer.json's post-processor.
-        adds_eos: Whether EOS goes after a raw prompt; None likewise.
+        adds_bos: Whether BOS goes before a raw prompt, if GGUF metadata says so. In a folder tokenizer.json alone
+            decides: transformers reads no `add_bos_token` beside one either.
+        adds_eos: Whether EOS goes after a raw prompt, likewise.
         bos_token_id: The id of the BOS token, None if there is none.
         eos_token_id: The tokenizer's own end id, None if there is none.
         end_token_ids: Every id that ends an answer: from config, generation_config, the tokenizer and its template.
@@ -93,8 +94,8 @@ def tokenizer_config_of_folder(files: ModelFiles, tokenizer_json: Mapping[str, o
         added_tokens=tuple(sorted(added.values(), key=lambda token: token.token_id)),
         special_texts=texts,
         chat_templates=templates,
-        adds_bos=_optional_flag(path, settings, "add_bos_token"),
-        adds_eos=_optional_flag(path, settings, "add_eos_token"),
+        adds_bos=None,
+        adds_eos=None,
         bos_token_id=find(texts.get("bos_token")),
         eos_token_id=find(texts.get("eos_token")),
         end_token_ids=_end_token_ids(files, find(texts.get("eos_token")), templates, find),
@@ -218,13 +219,6 @@ def _special_contents(settings: Mapping[str, object], texts: Mapping[str, str]) 
             text = _token_text(value)
             if text is not None:
                 yield text
-
-
-def _optional_flag(path: Path, settings: Mapping[str, object], key: str) -> bool | None:
-    value = settings.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise ModelFileError(path, f"field {key} is neither true nor false")
-    return value
 
 
 def _folder_templates(folder: Path, settings: Mapping[str, object]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 At start every control token gets a random name of private-use characters that no client can know. A second tokenizer
 knows the control tokens by these names *only*, and the literals of a chat template are renamed to match. Then the text
 of `<|im_end|>` in a message is plain text for that tokenizer, in one piece or put together across the borders of
-messages and template, while all the rest (merges, white space rules of added tokens, ids) stays as the model's tokenizer has it.
+messages and template, while the rest (merges, ids, white space rules of added tokens) stays the model's.
 """
 
 from __future__ import annotations

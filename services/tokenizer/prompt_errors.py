@@ -1,4 +1,4 @@
-"""What can be wrong with a prompt: each is the client's to mend (400), but for a full queue of long texts (503)."""
+"""What can be wrong with a prompt: each is the client's to mend (400), but for the last two."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ class ChatTemplateError(PromptError):
 
 class NoChatTemplateError(PromptError):
     """The model has no chat template and the operator supplied none."""
+
+
+class EncodingFailedError(RuntimeError):
+    """The tokenizers library failed on this text: a 500 for this request alone."""
 
 
 class EncoderBusyError(RuntimeError):

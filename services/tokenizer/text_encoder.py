@@ -22,7 +22,7 @@ from services.model_files.tokenizer import LoadedTokenizer
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.control_tokens import ControlTokens
 from services.tokenizer.conversation import Conversation, check_text
-from services.tokenizer.prompt_errors import EncoderBusyError, InvalidTextError, TextTooLongError
+from services.tokenizer.prompt_errors import EncoderBusyError, EncodingFailedError, InvalidTextError, TextTooLongError
 from services.tokenizer.template_sandbox import RenderLimits
 
 _Result = TypeVar("_Result")
@@ -86,6 +86,7 @@ class TextEncoder:
             TextTooLongError: it cannot fit the context; not encoded.
             InvalidTextError: it holds half of a surrogate pair.
             EncoderBusyError: too many long texts are waiting.
+            EncodingFailedError: the library broke down on this text.
         """
         if len(text) > self._max_bytes:
             raise self._too_long(len(text), "characters")
@@ -160,5 +161,10 @@ class TextEncoder:
 
 
 def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    try:
+        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in the library's Rust code is no Exception and must not end a task
+        raise EncodingFailedError(f"the tokenizer failed on a text of {len(text)} characters: {error}") from error
     return ids
