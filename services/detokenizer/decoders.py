@@ -130,6 +130,12 @@ class Decoders:
             self._remember_ended(request_id, answer.attempt, None)
         self.statistics.num_dropped_with_tokenizer += len(unread)
 
+    def forget_all(self) -> None:
+        """Begins anew, with nobody told: what was known came from a scheduler that is gone."""
+        self._open.clear()
+        self._ended.clear()
+        self._unknown.clear()
+
     def end_all(self, finish: Finish) -> None:
         """Ends every open answer for a reason of this process, so that no client waits for it."""
         for request_id, answer in self._open.items():

@@ -25,7 +25,7 @@ from services.runtime.service import Process, StartError
 from services.runtime.session import SILENCE_LIMIT_S
 from services.wire.endpoints import Identity
 from services.wire.errors import ProtocolError
-from services.wire.messages import DecodeOpen, Finish, Role, Roster, State, TokensProduced
+from services.wire.messages import DecodeOpen, Finish, Role, Roster, State, TokensProduced, Welcome
 from services.wire.transport import AsyncReceiver, DealerPort, Port
 
 _FAREWELL_MS = 2000  # how long closing sockets may take to hand over their last frames
@@ -48,6 +48,7 @@ class DetokenizerService:
         self._receiver = AsyncReceiver()
         self._scheduler = self._connect(process.scheduler_endpoint())
         self._tokenizers: dict[bytes, DealerPort] = {}
+        self._served_epoch: int | None = None
         self._drain_deadline_s: float | None = None
         process.registry.register(DetokenizerCollector(decoders, self._ports))
         process.on_stop = self._receiver.interrupt
@@ -100,10 +101,8 @@ class DetokenizerService:
         return not (gets_answers or has_unsent or self._decoders.num_open)
 
     def _greet(self, now_s: float) -> None:
-        """Hello and heartbeats. One waits for a scheduler that is not there yet, not one for each half second."""
         for message in self._session.messages_due(now_s):
-            if not self._scheduler.has_outbox:
-                self._send_to_scheduler(message)
+            self._scheduler.send_now(message)
 
     def _take(self, port: Port, message: object) -> None:
         if port is not self._scheduler:
@@ -111,6 +110,8 @@ class DetokenizerService:
         elif self._session.receive(message, time.monotonic()):
             if isinstance(message, Roster):
                 self._follow_roster()
+            elif isinstance(message, Welcome):
+                self._follow_scheduler(message.epoch)
         elif isinstance(message, TokensProduced):
             try:
                 self._decoders.advance(message)
@@ -125,6 +126,13 @@ class DetokenizerService:
     def _refuse(self, message: object, sender: str) -> None:
         self._decoders.statistics.num_refused_messages += 1
         _log.warning("dropped a %s from %s", type(message).__name__, sender)
+
+    def _follow_scheduler(self, epoch: int) -> None:
+        """A scheduler started anew knows none of our answers; their tokenizers end them or submit them again."""
+        if self._served_epoch not in (None, epoch):
+            _log.warning("another scheduler: %d answers of the last one are forgotten", self._decoders.num_open)
+            self._decoders.forget_all()
+        self._served_epoch = epoch
 
     def _follow_roster(self) -> None:
         """Connects to new tokenizer processes, drops those that are gone with their answers."""
@@ -163,7 +171,7 @@ class DetokenizerService:
             raise SchedulerLostError("the scheduler takes no messages")
 
     def _check_scheduler(self, now_s: float) -> None:
-        if self._session.is_welcome and self._session.silent_s(now_s) > SILENCE_LIMIT_S:
+        if self._session.is_silent(now_s):
             raise SchedulerLostError(f"the scheduler has been silent for {SILENCE_LIMIT_S} s")
 
     def _ports(self) -> list[Port]:
@@ -184,7 +192,7 @@ class DetokenizerService:
         """Closes all sockets; blocks until their last frames are handed over, at most `linger_ms`."""
         for port in self._ports():
             self._receiver.remove(port)
-            port.socket.close(linger=linger_ms)
+            port.close(linger_ms)
         self._context.term()
 
 

@@ -6,7 +6,7 @@ import codecs
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.detokenizer.answer import AnswerChunk, AnswerDecoder
@@ -112,6 +112,7 @@ id_lists = st.lists(st.integers(0, len(PIECES) + 1), min_size=1, max_size=25)
 hop_lists = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=20)
 
 
+@settings(max_examples=200, deadline=None)
 @given(id_lists, hop_lists, st.sampled_from(ENDS), params())
 def test_chunks_add_up_to_the_naive_answer(
     ids: list[int], hops: list[tuple[int, int]], finish: Finish, text: TextParams
@@ -129,6 +130,7 @@ def test_chunks_add_up_to_the_naive_answer(
         offset += len(chunk.text.encode())
 
 
+@settings(max_examples=200, deadline=None)
 @given(id_lists, params())
 def test_a_finish_of_its_own_gives_the_same_as_one_with_the_last_ids(ids: list[int], text: TextParams) -> None:
     together = AnswerDecoder(TABLE, text).advance(0, ids, Finish.LENGTH)

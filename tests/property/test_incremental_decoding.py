@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.detokenizer.incremental import MAX_HELD_BYTES, IncrementalDecoder, TokenPieces
@@ -36,6 +36,7 @@ def bytes_of(pieces: list[bytes], ids: list[int]) -> bytes:
     return b"".join(pieces[i] for i in ids if i < len(pieces))
 
 
+@settings(max_examples=200, deadline=None)
 @given(pieces_and_ids())
 def test_each_token_gives_exactly_what_pythons_decoder_gives(case: tuple[list[bytes], list[int]]) -> None:
     pieces, ids = case
@@ -49,6 +50,7 @@ def test_each_token_gives_exactly_what_pythons_decoder_gives(case: tuple[list[by
     assert decoder.held_bytes == b""
 
 
+@settings(max_examples=200, deadline=None)
 @given(pieces_and_ids(), st.sets(st.integers(0, 60)))
 def test_the_text_does_not_depend_on_how_ids_are_cut_into_calls(
     case: tuple[list[bytes], list[int]], cuts: set[int]
@@ -64,6 +66,7 @@ def test_the_text_does_not_depend_on_how_ids_are_cut_into_calls(
     assert "".join(singles) + one_by_one.flush() == expected
 
 
+@settings(max_examples=200, deadline=None)
 @given(pieces_of_characters(), st.sets(st.integers(0, 30)))
 def test_special_tokens_are_skipped_or_shown(pieces: list[bytes], special: set[int]) -> None:
     class Table:

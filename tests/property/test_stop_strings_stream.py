@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.detokenizer.stop_strings import StopMatcher
@@ -42,6 +42,7 @@ class NaiveMatcher:
         return shown
 
 
+@settings(max_examples=200, deadline=None)
 @given(stop_lists, st.lists(st.tuples(texts, st.booleans()), max_size=12), st.booleans())
 @example((("ab", "abab", "b")), [("a", False), ("bab", False), ("ab", True)], False)
 @example((("aab",)), [("aa", True), ("a", True), ("b", True)], True)
@@ -59,6 +60,7 @@ def test_every_chunk_equals_the_naive_matchers(
     assert matcher.flush() == naive.show(0)
 
 
+@settings(max_examples=200, deadline=None)
 @given(stop_lists, texts, st.sets(st.integers(0, 30)))
 def test_the_shown_text_does_not_depend_on_chunking(stops: tuple[str, ...], text: str, cuts: set[int]) -> None:
     whole = StopMatcher(stops)
@@ -77,6 +79,7 @@ def test_the_shown_text_does_not_depend_on_chunking(stops: tuple[str, ...], text
     assert (shown, pieces.found) == (expected, whole.found)
 
 
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=16).map(tuple), st.text(max_size=40))
 def test_any_characters_can_be_stops(stops: tuple[str, ...], text: str) -> None:
     matcher, naive = StopMatcher(stops), NaiveMatcher(stops, False)

@@ -123,6 +123,10 @@ class FakeScheduler(Peer):
             if known.state != message.state:
                 self._tell_state(known.instance, message.epoch, message.state)
 
+    def start_anew(self) -> None:
+        """What the detokenizer sees of a scheduler that was restarted: heartbeats of another epoch."""
+        self.identity = Identity(Role.SCHEDULER, "s")
+
     def _tell_state(self, instance: str, epoch: int, state: State) -> None:
         self._own = (Member(Role.DETOKENIZER, instance, epoch, "", state),)
         self.tell_roster(self._tokenizers)

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import pytest
 
+from services.wire.codec import encode
 from services.wire.columns import pack_int32, split_by_counts, unpack_int32, unpack_request_ids
 from services.wire.messages import (
     PROTOCOL_VERSION,
@@ -232,6 +233,27 @@ def test_an_answer_for_a_tokenizer_that_is_not_there_is_given_back(group: Group)
     group.send(nobody, produced(request_id, 0, [1]))
     assert wait_for(group, DecodeFailed, request_id) == DecodeFailed(request_id, pack_int32([0]))
     check_that_it_serves(group)
+
+
+def test_det_06_a_negative_id_is_refused_at_the_boundary(group: Group) -> None:
+    request_id, token_id = new_request(), 0x01020304
+    frame = encode(produced(request_id, 1, [token_id])).replace(pack_int32([token_id]), pack_int32([-1]))
+    group.send(opening(request_id, group.tokenizers[0]), produced(request_id, 0, [19556]), [frame])
+    group.send(produced(request_id, 1, [49152, 905], Finish.LENGTH))
+    assert text_of(wait_for_end(group.tokenizers[0], request_id)) == "Hello world"
+
+
+def test_a_scheduler_started_anew_is_greeted_and_served(new_group: Group) -> None:
+    tokenizer, request_id = new_group.add_tokenizer(), new_request()
+    new_group.send(opening(request_id, tokenizer, attempt=3), produced(request_id, 0, F_NUM[:5], attempt=3))
+    tokenizer.wait_until(lambda arrived: rows_for(request_id, arrived) or None)
+    new_group.scheduler.start_anew()
+    new_group.scheduler.wait_until(lambda arrived: [item for item in arrived if isinstance(item, Hello)][1:] or None)
+    again = new_request()
+    new_group.send(opening(again, tokenizer), produced(again, 0, F_NUM, Finish.LENGTH))
+    assert text_of(wait_for_end(tokenizer, again)) == F_NUM_TEXT
+    new_group.send(produced(request_id, 5, F_NUM[5:], Finish.LENGTH, attempt=3))
+    assert wait_for(new_group, Resend, request_id) == Resend(request_id, pack_int32([3]), pack_int32([0]))
 
 
 def wait_for_draining(group: Group) -> None:
