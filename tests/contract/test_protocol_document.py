@@ -84,9 +84,9 @@ def test_fields_and_types_of_every_message_are_documented(cls: type) -> None:
 
 @pytest.mark.parametrize("cls", registered_messages().values(), ids=lambda cls: cls.__name__)
 def test_directions_are_those_of_the_docstrings(cls: type) -> None:
-    direction = sections()[cls.__name__][1].split("\n")[0].strip("*.")
-    assert "→" in direction
-    assert (cls.__doc__ or "").startswith(direction.replace("→", "->"))
+    found = re.match(r"\*\*(.+ → .+)\.\*\*", sections()[cls.__name__][1])
+    assert found is not None
+    assert (cls.__doc__ or "").startswith(found[1].replace("→", "->"))
 
 
 def test_nothing_is_documented_that_does_not_exist() -> None:
