@@ -28,6 +28,7 @@ class CoreLimits:
         chunk_tokens: most prompt tokens of a step, or WHOLE_PROMPTS to never cut a prompt.
         max_waiting: most requests that wait to be admitted.
         plans_ahead: plans that may go out before the result of the last, 0 to 4.
+        caches_prefixes: whether pages are used again by requests with the same prefix.
 
     Raises:
         ValueError: sizes that cannot work together; names them.
@@ -43,6 +44,7 @@ class CoreLimits:
     chunk_tokens: int
     max_waiting: int
     plans_ahead: int
+    caches_prefixes: bool = True
 
     def __post_init__(self) -> None:
         """Refuses what cannot work."""

@@ -62,7 +62,7 @@ class Core:
 
     def __init__(self, limits: CoreLimits, epoch: int) -> None:
         self.limits = limits
-        self.ledger = KvLedger(limits.num_pages, limits.page_size)
+        self.ledger = KvLedger(limits.num_pages, limits.page_size, limits.caches_prefixes)
         self.counters = CoreCounters()
         self.estimate = RemainderEstimate()
         self._epoch = epoch
@@ -95,6 +95,16 @@ class Core:
     def num_in_flight(self) -> int:
         """Plans whose result has not come."""
         return len(self._in_flight)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._queues.open)
+
+    @property
+    def num_free_rows(self) -> int:
+        """Requests that could run beside those that do."""
+        return len(self._free_rows)
 
     @property
     def is_idle(self) -> bool:
@@ -327,7 +337,7 @@ class Core:
         if leader is None or leader.is_published or leader.state is RequestState.HELD:
             return None
         is_same = request.submit.prompt_token_ids == leader.submit.prompt_token_ids
-        return leader if is_same and self.ledger.cache.usable_tokens(request.num_prompt) else None
+        return leader if is_same and self.ledger.could_share(request) else None
 
     # ------------------------------------------------------------ results and ends
 

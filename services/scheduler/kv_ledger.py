@@ -27,10 +27,12 @@ class KvLedger:
     Args:
         num_pages: pages of the pool, >= 1.
         page_size: tokens of a page, >= 1.
+        caches_prefixes: whether computed pages go to the tree; if not, it stays empty.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, caches_prefixes: bool = True) -> None:
         self.page_size = page_size
+        self.caches_prefixes = caches_prefixes
         self.pool = PagePool(num_pages)
         self.cache = RadixCache(page_size)
         self.num_evicted_pages = 0
@@ -94,7 +96,7 @@ class KvLedger:
         key = request.key(num_full * self.page_size)
         root = request.submit.cache_root
         is_duplicate = self.cache.peek(root, key) > request.num_tree_pages * self.page_size
-        if num_full == request.num_tree_pages or is_duplicate:
+        if num_full == request.num_tree_pages or is_duplicate or not self.caches_prefixes:
             return
         node = self.cache.insert(root, key, request.pages[:num_full]).node
         self.cache.lock(node)
@@ -109,7 +111,7 @@ class KvLedger:
             is_sound: whether what it computed may be used again; after a numerical error it may not.
         """
         self.cache.unlock(request.lock)
-        num_full = request.num_computed // self.page_size if is_sound else 0
+        num_full = request.num_computed // self.page_size if is_sound and self.caches_prefixes else 0
         if num_full > request.num_tree_pages:
             key = request.key(num_full * self.page_size)
             insertion = self.cache.insert(request.submit.cache_root, key, request.pages[:num_full])
@@ -128,6 +130,10 @@ class KvLedger:
             num_pages += len(node.pages)
             node = node.parent
         return num_pages
+
+    def could_share(self, request: Request) -> bool:
+        """Whether a sibling with the same prompt would find any of it in the tree."""
+        return self.caches_prefixes and self.cache.usable_tokens(request.num_prompt) > 0
 
     def flush(self) -> int:
         """Empties the tree of all that no running request needs; returns the number of pages that became free."""

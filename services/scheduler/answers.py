@@ -1,0 +1,259 @@
+"""scheduler: what tokenizers and detokenizers are told about requests, and what they ask for.
+
+It owns the deadlines and the rows of `TokensProduced` that wait for the end of the turn. It decides nothing about what
+runs (the cores do) and nothing about text. Who cannot be reached is put into `unreachable`; the shell removes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from services.scheduler.admission import RequestRefusedError
+from services.scheduler.core import Produced
+from services.scheduler.deadlines import Deadlines
+from services.scheduler.load_report import RETRY_STARTING_S, FinishRate
+from services.scheduler.router import Record, Router
+from services.scheduler.token_batch import TokenBatch
+from services.wire.columns import pack_int32, unpack_int32, unpack_request_ids
+from services.wire.messages import (
+    Abort,
+    Acknowledge,
+    Admitted,
+    DecodeFailed,
+    DecodeOpen,
+    Finish,
+    Refused,
+    Resend,
+    StopFound,
+    Submit,
+    TextChunks,
+)
+from services.wire.transport import RouterPort
+
+logger = logging.getLogger(__name__)
+
+
+class Answers:
+    """The way of every answer between the cores and the other processes."""
+
+    def __init__(self, router: Router, port: RouterPort) -> None:
+        self.router = router
+        self.rate = FinishRate()
+        self.deadlines = Deadlines()
+        self.num_refused = 0
+        self.last_token_s: float | None = None
+        self.unreachable: set[bytes] = set()
+        self._port = port
+        self._batches: dict[bytes, TokenBatch] = {}
+
+    # ------------------------------------------------------------ from tokenizers
+
+    def submit(self, tokenizer: bytes, submit: Submit, places: tuple[list[bytes], list[bytes]], now_s: float) -> None:
+        """Takes a request and answers it with Admitted or Refused.
+
+        Args:
+            tokenizer: who sent it.
+            submit: the request. One that is known under this attempt is answered again, an older attempt is dropped, a
+                newer one takes the place of what ran before.
+            places: the workers and the detokenizers that take new requests.
+            now_s: the time.
+        """
+        known = self.router.newest_attempt(submit.request_id)
+        if known is not None and known.request.attempt > submit.attempt:
+            self.router.num_stale += 1
+            return
+        if known is not None and known.request.attempt == submit.attempt:
+            self._send(tokenizer, Admitted(submit.request_id, submit.attempt))
+            return
+        if known is not None:
+            self.end(known, Finish.ABORTED, now_s)
+            self.router.forget(known)
+        workers, detokenizers = places
+        try:
+            if not workers or not detokenizers:
+                raise RequestRefusedError(503, "starting", "The server is starting.")
+            detokenizer = min(detokenizers, key=self.router.num_open_of)
+            record = self.router.submit(submit, workers, tokenizer, detokenizer)
+        except RequestRefusedError as refusal:
+            self.refuse(tokenizer, submit, refusal, self._retry_after_s(refusal, now_s))
+            return
+        except Exception:  # a fault of ours in one request must not end the others
+            error_id = secrets.token_hex(4)
+            logger.exception("error %s: request %s was not taken", error_id, submit.request_id.hex())
+            fault = RequestRefusedError(500, "internal_error", f"The server failed (error {error_id}).")
+            self.refuse(tokenizer, submit, fault, 0)
+            return
+        self._open(record)
+        self._send(tokenizer, Admitted(submit.request_id, submit.attempt))
+        if submit.deadline_ms:
+            self.deadlines.add(now_s + submit.deadline_ms / 1000, submit.request_id, submit.attempt)
+        if not record.request.is_alive:
+            self._replay(record, 0)
+            self.router.settle(record.request, now_s)
+
+    def refuse(self, tokenizer: bytes, submit: Submit, refusal: RequestRefusedError, retry_after_s: int) -> None:
+        """Answers a request that is not taken."""
+        self.num_refused += 1
+        self._send(
+            tokenizer,
+            Refused(
+                submit.request_id,
+                submit.attempt,
+                refusal.status,
+                refusal.code,
+                str(refusal),
+                refusal.param,
+                retry_after_s,
+            ),
+        )
+
+    def abort(self, message: Abort, now_s: float) -> None:
+        """Nobody reads these answers any more."""
+        for record in self._records(message.request_ids, message.attempts):
+            self.end(record, Finish.ABORTED, now_s)
+            self.router.forget(record)
+
+    def acknowledge(self, message: Acknowledge) -> None:
+        """Tokenizers have written down what came so far."""
+        indexes = unpack_int32(message.next_indexes)
+        attempts = unpack_int32(message.attempts)
+        for request_id, attempt, index in zip(unpack_request_ids(message.request_ids), attempts, indexes, strict=True):
+            record = self.router.find(request_id, attempt)
+            if record is not None:
+                self.router.acknowledge(record, index)
+
+    def tokenizer_lost(self, tokenizer: bytes, now_s: float) -> None:
+        """Its clients are gone: their requests end. The records stay for a while, should somebody come for them."""
+        for record in self.router.open_records():
+            if record.tokenizer == tokenizer:
+                self.end(record, Finish.ABORTED, now_s)
+
+    # ------------------------------------------------------------ from detokenizers
+
+    def stop_found(self, message: StopFound, now_s: float) -> None:
+        """Stop strings end answers; the detokenizer knows, so nothing is sent."""
+        attempts, indexes = unpack_int32(message.attempts), unpack_int32(message.end_indexes)
+        for request_id, attempt, index in zip(unpack_request_ids(message.request_ids), attempts, indexes, strict=True):
+            record = self.router.find(request_id, attempt)
+            if record is not None and self.router.stop_found(record, index):
+                self._settle(record, now_s)
+
+    def decode_failed(self, message: DecodeFailed, now_s: float) -> None:
+        """A detokenizer gave these up and told their clients."""
+        for record in self._records(message.request_ids, message.attempts):
+            self.router.end(record, Finish.INTERNAL_ERROR)
+            self._settle(record, now_s)
+            self.router.forget(record)
+
+    def detokenizer_lost(self, detokenizer: bytes, now_s: float) -> None:
+        """The answers that it worked on end; their tokenizers are told directly, since nobody else can."""
+        self._batches.pop(detokenizer, None)
+        for record in self.router.open_records():
+            if record.detokenizer == detokenizer:
+                self.router.end(record, Finish.BACKEND_LOST)
+                self._settle(record, now_s)
+                self._send(record.tokenizer, _bare_end(record, Finish.BACKEND_LOST))
+
+    def resend(self, message: Resend, from_tokenizer: bool) -> None:
+        """Sends tokens again. For a tokenizer the whole answer goes to a fresh decoder."""
+        attempts, indexes = unpack_int32(message.attempts), unpack_int32(message.first_indexes)
+        for request_id, attempt, index in zip(unpack_request_ids(message.request_ids), attempts, indexes, strict=True):
+            record = self.router.find(request_id, attempt)
+            if record is None:
+                continue
+            first_index = 0 if from_tokenizer else index
+            if first_index == 0:
+                self.flush()  # what was produced before goes out before the decoder is made anew
+                self._open(record)
+            self._replay(record, first_index)
+
+    # ------------------------------------------------------------ from cores
+
+    def produced(self, items: list[Produced], now_s: float) -> None:
+        """New tokens and ends, as a core gave them."""
+        for item in items:
+            request = item.request
+            record = self.router.settle(request, now_s)
+            if record is None:
+                continue
+            self._batch(record.detokenizer).add(request, item.first_index, item.token_ids, item.finish)
+            if item.finish:
+                self.rate.count(now_s)
+        if any(item.token_ids for item in items):
+            self.last_token_s = now_s
+
+    def end(self, record: Record, finish: Finish, now_s: float) -> None:
+        """Ends a request from outside its core; its detokenizer is told."""
+        item = self.router.end(record, finish)
+        if item is not None:
+            self._batch(record.detokenizer).add(item.request, item.first_index, [], finish)
+            self._settle(record, now_s)
+
+    def end_overdue(self, now_s: float) -> None:
+        """Ends requests whose deadline is over."""
+        for request_id, attempt in self.deadlines.pop_due(now_s):
+            record = self.router.newest_attempt(request_id)
+            if record is not None and record.request.attempt == attempt:
+                self.end(record, Finish.TIMEOUT, now_s)
+
+    def flush(self) -> None:
+        """Sends what was produced since the last time: one message to each detokenizer."""
+        batches, self._batches = self._batches, {}
+        for detokenizer, batch in batches.items():
+            self._send(detokenizer, batch.message())
+
+    # ------------------------------------------------------------ inside
+
+    def _batch(self, detokenizer: bytes) -> TokenBatch:
+        batch = self._batches.get(detokenizer)
+        if batch is None:
+            batch = self._batches[detokenizer] = TokenBatch()
+        return batch
+
+    def _open(self, record: Record) -> None:
+        submit = record.request.submit
+        self._send(record.detokenizer, DecodeOpen(submit.request_id, submit.attempt, record.tokenizer, submit.text))
+
+    def _replay(self, record: Record, first_index: int) -> None:
+        request = record.request
+        if first_index <= request.num_output:
+            token_ids = unpack_int32(request.output_bytes(first_index))
+            self._batch(record.detokenizer).add(request, first_index, token_ids, request.finish)
+
+    def _settle(self, record: Record, now_s: float) -> None:
+        self.router.settle(record.request, now_s)
+        self.rate.count(now_s)
+
+    def _records(self, request_ids: bytes, attempts: bytes) -> list[Record]:
+        pairs = zip(unpack_request_ids(request_ids), unpack_int32(attempts), strict=True)
+        found = [self.router.find(request_id, attempt) for request_id, attempt in pairs]
+        return [record for record in found if record is not None]
+
+    def _retry_after_s(self, refusal: RequestRefusedError, now_s: float) -> int:
+        if refusal.status != 503:
+            return 0
+        if refusal.code == "starting":
+            return RETRY_STARTING_S
+        return self.rate.retry_after_s(sum(core.num_waiting for core in self.router.cores.values()), now_s)
+
+    def _send(self, peer: bytes, message: object) -> None:
+        if not self._port.send(peer, message):
+            self.unreachable.add(peer)
+
+
+def _bare_end(record: Record, finish: Finish) -> TextChunks:
+    """The end of an answer without ids and text, as a detokenizer would send it."""
+    request = record.request
+    return TextChunks(
+        request_ids=request.request_id,
+        attempts=pack_int32([request.attempt]),
+        first_indexes=pack_int32([request.num_output]),
+        counts=pack_int32([0]),
+        token_ids=b"",
+        text_offsets=pack_int32([0]),
+        texts=("",),
+        finishes=bytes([finish]),
+        completion_tokens=pack_int32([request.num_output]),
+        cached_tokens=pack_int32([max(request.cached_tokens, 0)]),
+    )

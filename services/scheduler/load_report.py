@@ -1,0 +1,81 @@
+"""scheduler: how loaded it is, when tokenizers are told, and after how long a refused client should come back.
+
+Pure: the shell brings the clock.
+"""
+
+from __future__ import annotations
+
+import math
+
+from services.scheduler.core import Core
+from services.wire.messages import Load, State
+
+CHANGED_INTERVAL_S = 0.1
+IDLE_INTERVAL_S = 1.0
+RETRY_STARTING_S = 2
+RETRY_DRAINING_S = 5
+_MAX_RETRY_S = 60
+_RATE_WINDOW_S = 10.0
+
+
+class FinishRate:
+    """How many requests end in a second, averaged over about the last ten."""
+
+    def __init__(self) -> None:
+        self._rate = 0.0
+        self._measured_s = 0.0
+
+    def count(self, now_s: float) -> None:
+        """One request ended."""
+        self._rate = self.at(now_s) + 1 / _RATE_WINDOW_S
+        self._measured_s = now_s
+
+    def at(self, now_s: float) -> float:
+        """Requests per second."""
+        return self._rate * math.exp(-max(now_s - self._measured_s, 0.0) / _RATE_WINDOW_S)
+
+    def retry_after_s(self, num_waiting: int, now_s: float) -> int:
+        """Whole seconds until those who wait now will have been served, 1 to 60."""
+        rate = self.at(now_s)
+        return max(1, min(_MAX_RETRY_S, math.ceil(num_waiting / rate))) if rate > 0.001 else _MAX_RETRY_S
+
+
+def load_of(cores: list[Core], state: State, retry_after_s: int, idle_ms: int) -> Load:
+    """What tokenizers are told; all zero while no worker is there."""
+    return Load(
+        state=state,
+        num_waiting=sum(core.num_waiting for core in cores),
+        max_waiting=sum(max(core.limits.max_waiting, core.num_free_rows) for core in cores),
+        num_running=sum(core.num_running + core.num_retracted for core in cores),
+        free_pages=sum(core.ledger.num_available for core in cores),
+        num_pages=sum(core.limits.num_pages for core in cores),
+        max_total_tokens=max((core.limits.max_total_tokens for core in cores), default=0),
+        retry_after_s=retry_after_s,
+        idle_ms=min(idle_ms, 2**31 - 1),
+    )
+
+
+class LoadPacer:
+    """Says when a `Load` is due: ten times a second while it changes, once a second otherwise."""
+
+    def __init__(self) -> None:
+        self._sent_s = -math.inf
+        self._sent: Load | None = None
+        self._is_behind = False  # what was sent last is true no more
+
+    def is_due(self, load: Load, now_s: float) -> bool:
+        """Whether to send `load` now. The time since the last token alone is no change."""
+        changed = self._sent is None or _without_times(load) != _without_times(self._sent)
+        self._is_behind = changed
+        if now_s - self._sent_s < (CHANGED_INTERVAL_S if changed else IDLE_INTERVAL_S):
+            return False
+        self._sent, self._sent_s, self._is_behind = load, now_s, False
+        return True
+
+    def next_s(self, is_busy: bool) -> float:
+        """When to look again."""
+        return self._sent_s + (CHANGED_INTERVAL_S if is_busy or self._is_behind else IDLE_INTERVAL_S)
+
+
+def _without_times(load: Load) -> tuple[object, ...]:
+    return load.state, load.num_waiting, load.max_waiting, load.num_running, load.free_pages, load.num_pages

@@ -1,0 +1,315 @@
+"""Scheduler process: the shell around the cores.
+
+One blocking poll loop over one ROUTER socket, the only fixed address of the group. A turn takes what arrived, lets the
+cores plan, and sends what came of it. It owns the clock and the socket; it must never import torch and decides nothing
+that a core, the router or the membership can decide.
+
+    for message in inbox.receive_batch(until the next timer): take(message)
+    tell the times;  plan as far ahead as allowed;  send the tokens of this turn;  remove who cannot be reached
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+
+import zmq
+
+from services.runtime import metrics
+from services.runtime.service import Process
+from services.scheduler.admission import RequestRefusedError
+from services.scheduler.answers import Answers
+from services.scheduler.group import Group
+from services.scheduler.instruments import SchedulerCollector
+from services.scheduler.load_report import RETRY_DRAINING_S, LoadPacer, load_of
+from services.scheduler.membership import GreetingRefusedError, Peer
+from services.scheduler.router import Router
+from services.scheduler.step_result import ResultError
+from services.scheduler.workers import Workers
+from services.wire.messages import (
+    Abort,
+    Acknowledge,
+    DecodeFailed,
+    Finish,
+    ForeignHello,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Resend,
+    Role,
+    State,
+    StepResult,
+    StopFound,
+    Submit,
+)
+from services.wire.transport import BlockingReceiver, Envelope, RouterPort
+
+_FAREWELL_MS = 2000
+_SETTLED_S = 1.0  # idle for so long: time to count all pages
+
+logger = logging.getLogger(__name__)
+
+
+class BackendLostError(Exception):
+    """A process that no request can do without is gone: the group ends, its supervisor starts it again."""
+
+
+class SchedulerService:
+    """The loop, its socket and its timers."""
+
+    def __init__(self, process: Process) -> None:
+        """Binds the scheduler's endpoint.
+
+        Raises:
+            EndpointInUseError, StartError: it cannot.
+        """
+        now_s = time.monotonic()
+        self._process = process
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._port = RouterPort(self._context, process.scheduler_endpoint())
+        self._receiver = BlockingReceiver([self._port])
+        process.on_stop = self._receiver.interrupt
+        self._router = Router()
+        self._collector = SchedulerCollector(self._router, self._port)
+        process.registry.register(self._collector)
+        self._group = Group(process.identity, self._port, lambda: metrics.snapshot(process.registry), now_s)
+        self._workers = Workers(self._router, self._port, process.settings, process.identity.epoch)
+        self._answers = Answers(self._router, self._port)
+        self._pacer = LoadPacer()
+        self._fatal = ""  # why the process must end, once clients have been told
+        self._drain_deadline_s: float | None = None
+        self._busy_s = now_s
+        self._is_counted = False  # whether the pages were counted since the last work
+
+    @property
+    def address(self) -> str:
+        """Where it is bound."""
+        return self._port.address
+
+    def serve(self) -> None:
+        """Serves until told to stop and drained.
+
+        Raises:
+            BackendLostError: the last worker or detokenizer is lost. Every open request was ended before.
+            LedgerError, QueueError: pages or requests do not add up: a fault of the scheduler.
+        """
+        linger_ms = 0
+        try:
+            while not self._is_done(time.monotonic()):
+                timeout_s = max(0.0, self._next_timer_s() - time.monotonic())
+                batch = self._receiver.receive_batch(timeout_s)
+                self._turn([envelope for _, envelope in batch], time.monotonic())
+            self._say_farewell()
+            linger_ms = _FAREWELL_MS
+        finally:
+            self._port.close(linger_ms)
+            self._context.term()
+        if self._fatal:
+            raise BackendLostError(self._fatal)
+
+    # ------------------------------------------------------------ one turn
+
+    def _turn(self, batch: list[Envelope], now_s: float) -> None:
+        for envelope in batch:
+            self._take(envelope, now_s)
+        self._group.progress += bool(batch)
+        self._answers.end_overdue(now_s)
+        self._remove_silent(now_s)
+        self._remove_unreachable(self._workers.plan(self._ready(Role.GPU_WORKER, can_drain=True), now_s), now_s)
+        self._answers.flush()
+        self._remove_unreachable(self._unreachable_peers(), now_s)
+        self._group.tell_roster()
+        self._group.tell_times(now_s)
+        self._tell_load(now_s)
+        self._router.expire(now_s)
+        self._count_pages_when_idle(now_s)
+
+    def _next_timer_s(self) -> float:
+        is_busy = bool(self._router.num_open)
+        timers = [self._group.next_s(), self._pacer.next_s(is_busy), self._answers.deadlines.next_s()]
+        if not is_busy and not self._is_counted:
+            timers.append(self._busy_s + _SETTLED_S)
+        if self._drain_deadline_s is not None:
+            timers.append(self._drain_deadline_s)
+        return min(timers)
+
+    def _take(self, envelope: Envelope, now_s: float) -> None:
+        message = envelope.message
+        if isinstance(message, Hello):
+            self._greet(envelope.peer, message, now_s)
+            return
+        if isinstance(message, ForeignHello):
+            self._group.refuse(envelope.peer, f"the scheduler does not speak protocol {message.version}")
+            return
+        peer = self._group.membership.peers.get(envelope.peer)
+        if peer is None:
+            self._group.answer_stranger(envelope.peer)
+            return
+        peer.heard_s = now_s
+        if not self._take_from_member(peer, message, now_s):
+            self._collector.num_unexpected += 1
+            logger.warning("dropped a %s from %s", type(message).__name__, peer.name)
+
+    def _take_from_member(self, peer: Peer, message: object, now_s: float) -> bool:
+        """Does what a member asks for; False when its role has no business to send this."""
+        match peer.role, message:
+            case _, Heartbeat():
+                self._group.membership.hear(peer, message)
+            case _, Goodbye():
+                self._remove(peer, False, now_s)
+            case Role.TOKENIZER, Submit():
+                self._submit(peer, message, now_s)
+            case Role.TOKENIZER, Abort():
+                self._answers.abort(message, now_s)
+            case Role.TOKENIZER, Acknowledge():
+                self._answers.acknowledge(message)
+            case Role.TOKENIZER | Role.DETOKENIZER, Resend():
+                self._answers.resend(message, from_tokenizer=peer.role is Role.TOKENIZER)
+            case Role.DETOKENIZER, StopFound():
+                self._answers.stop_found(message, now_s)
+            case Role.DETOKENIZER, DecodeFailed():
+                self._answers.decode_failed(message, now_s)
+            case Role.GPU_WORKER, StepResult():
+                self._take_result(peer, message, now_s)
+            case _:
+                return False
+        return True
+
+    def _submit(self, peer: Peer, submit: Submit, now_s: float) -> None:
+        if self._group.state is State.DRAINING:
+            refusal = RequestRefusedError(503, "draining", "The server is shutting down.")
+            self._answers.refuse(peer.routing_id, submit, refusal, RETRY_DRAINING_S)
+            return
+        workers = [worker.routing_id for worker in self._ready(Role.GPU_WORKER)]
+        detokenizers = [detokenizer.routing_id for detokenizer in self._ready(Role.DETOKENIZER)]
+        self._answers.submit(peer.routing_id, submit, (workers, detokenizers), now_s)
+
+    def _take_result(self, peer: Peer, result: StepResult, now_s: float) -> None:
+        try:
+            self._answers.produced(self._workers.take_result(peer, result, now_s), now_s)
+        except ResultError as error:
+            self._lose(peer, str(error), now_s)
+
+    # ------------------------------------------------------------ who is there
+
+    def _greet(self, routing_id: bytes, hello: Hello, now_s: float) -> None:
+        try:
+            replaced = self._group.greet(routing_id, hello, now_s)
+            if replaced is not None:
+                self._remove(replaced, True, now_s)
+            self._workers.join(self._group.membership.peers[routing_id], now_s)
+        except GreetingRefusedError as refusal:
+            self._group.refuse(routing_id, str(refusal))
+            peer = self._group.membership.peers.get(routing_id)
+            if peer is not None:
+                self._remove(peer, True, now_s)
+
+    def _ready(self, role: Role, can_drain: bool = False) -> list[Peer]:
+        """Members of a role that work; with `can_drain` also those that only finish what they have."""
+        states = (State.READY, State.DRAINING) if can_drain else (State.READY,)
+        return [
+            peer
+            for peer in self._group.membership.of(role)
+            if peer.state in states and (role is not Role.GPU_WORKER or peer.routing_id in self._router.cores)
+        ]
+
+    def _remove_silent(self, now_s: float) -> None:
+        membership = self._group.membership
+        for peer in self._workers.stalled(membership.of(Role.GPU_WORKER), now_s):
+            self._lose(peer, "no step has ended for too long", now_s)
+        for peer in membership.silent(now_s):
+            self._lose(peer, f"silent for {now_s - peer.heard_s:.1f} s", now_s)
+
+    def _unreachable_peers(self) -> list[Peer]:
+        unreachable, self._answers.unreachable = self._answers.unreachable, set()
+        peers = self._group.membership.peers
+        return [peers[routing_id] for routing_id in unreachable if routing_id in peers]
+
+    def _remove_unreachable(self, peers: list[Peer], now_s: float) -> None:
+        """Removing one can show another to be unreachable; each removal shortens the list of members."""
+        while peers:
+            for peer in peers:
+                self._lose(peer, "it cannot be reached", now_s)
+            self._answers.flush()
+            peers = self._unreachable_peers()
+
+    def _lose(self, peer: Peer, reason: str, now_s: float) -> None:
+        """A member is lost. Where no other of its role can take over, the group ends."""
+        if peer.routing_id not in self._group.membership.peers:
+            return
+        logger.error("%s is lost: %s", peer.name, reason)
+        self._remove(peer, True, now_s)
+        if peer.role is not Role.TOKENIZER and not self._group.membership.of(peer.role):
+            self._fatal = f"{peer.name} is lost ({reason}), and there is no other"
+
+    def _remove(self, peer: Peer, is_lost: bool, now_s: float) -> None:
+        """A member is gone: ends what cannot go on without it."""
+        if peer.routing_id not in self._group.membership.peers:
+            return
+        self._group.remove(peer, is_lost)
+        if peer.role is Role.TOKENIZER:
+            self._answers.tokenizer_lost(peer.routing_id, now_s)
+        elif peer.role is Role.DETOKENIZER:
+            self._answers.detokenizer_lost(peer.routing_id, now_s)
+        else:
+            self._answers.produced(self._workers.leave(peer, self._collector), now_s)
+
+    # ------------------------------------------------------------ times
+
+    def _tell_load(self, now_s: float) -> None:
+        cores = list(self._router.cores.values())
+        state = self._group.state
+        if state is State.READY and not (self._ready(Role.GPU_WORKER) and self._ready(Role.DETOKENIZER)):
+            state = State.STARTING
+        last_s = self._answers.last_token_s
+        idle_ms = 0 if last_s is None else max(1, int(1000 * (now_s - last_s)))
+        num_waiting = sum(core.num_waiting for core in cores)
+        load = load_of(cores, state, self._answers.rate.retry_after_s(num_waiting, now_s), idle_ms)
+        if self._pacer.is_due(load, now_s):
+            for peer in self._group.membership.of(Role.TOKENIZER):
+                self._port.send_now(peer.routing_id, load)
+
+    def _count_pages_when_idle(self, now_s: float) -> None:
+        if self._router.num_open:
+            self._busy_s, self._is_counted = now_s, False
+        elif not self._is_counted and now_s - self._busy_s >= _SETTLED_S:
+            for core in self._router.cores.values():
+                core.check_invariants()
+            self._is_counted = True
+
+    # ------------------------------------------------------------ the end
+
+    def _is_done(self, now_s: float) -> bool:
+        if self._fatal:
+            return True
+        if not self._process.is_stopping:
+            return False
+        if self._drain_deadline_s is None:
+            self._drain_deadline_s = now_s + self._process.settings.drain_timeout_s
+            self._group.state = State.DRAINING
+            logger.info("draining: %d requests are open", self._router.num_open)
+            self._tell_load(now_s)
+        return not self._router.num_open or now_s >= self._drain_deadline_s
+
+    def _say_farewell(self) -> None:
+        """Ends what is still open, and hands over what waits to be sent, within the time of a farewell."""
+        now_s = time.monotonic()
+        open_records = self._router.open_records()
+        if open_records:
+            logger.warning("%d requests end here", len(open_records))
+        for record in open_records:
+            self._answers.end(record, Finish.BACKEND_LOST, now_s)
+        self._answers.flush()
+        deadline_s = now_s + _FAREWELL_MS / 1000
+        while self._port.has_outbox and time.monotonic() < deadline_s:
+            self._receiver.receive_batch(0.01)  # flushes; what still arrives concerns nobody any more
+
+
+def main(process: Process) -> None:
+    """Binds, then serves until stopped."""
+    service = SchedulerService(process)
+    logger.info("listening on %s", service.address)
+    gc.collect()
+    gc.freeze()
+    service.serve()

@@ -1,0 +1,156 @@
+"""scheduler: the workers and their cores: sizes, plans out, results in, and whether one is stuck.
+
+Pure but for the port that it sends plans through; the shell brings the clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from services.runtime.config import Settings
+from services.runtime.session import SILENCE_LIMIT_S
+from services.scheduler.admission import WHOLE_PROMPTS, CoreLimits
+from services.scheduler.core import Core, Produced
+from services.scheduler.instruments import SchedulerCollector
+from services.scheduler.membership import GreetingRefusedError, Peer
+from services.scheduler.router import Router
+from services.scheduler.step_result import ResultError
+from services.wire.messages import StepResult, WorkerCard
+from services.wire.transport import RouterPort
+
+LEAST_STALL_S = 10.0
+_STALL_FACTOR = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+def limits_of(card: WorkerCard, settings: Settings) -> CoreLimits:
+    """The sizes of a core, from what the worker measured and what the operator set.
+
+    Raises:
+        ValueError: they cannot work together; names them.
+    """
+    max_rows = min(settings.max_running_requests, card.max_rows)
+    max_model_len = min(settings.max_model_len or card.max_model_len, card.max_model_len)
+    chunk_tokens = settings.chunked_prefill_size or card.chunk_tokens
+    largest_prompt = min(max_model_len, card.num_pages * card.page_size)
+    prefill_tokens = largest_prompt if chunk_tokens == WHOLE_PROMPTS else chunk_tokens
+    return CoreLimits(
+        num_pages=card.num_pages,
+        page_size=card.page_size,
+        max_model_len=max_model_len,
+        vocab_size=card.vocab_size,
+        logits_width=card.logits_width,
+        max_rows=max_rows,
+        token_budget=settings.max_num_batched_tokens or prefill_tokens + max_rows,
+        chunk_tokens=chunk_tokens,
+        max_waiting=settings.max_queued_requests,
+        plans_ahead=settings.plans_ahead,
+        caches_prefixes=settings.enable_prefix_caching,
+    )
+
+
+def stall_limit_s(card: WorkerCard, limits: CoreLimits) -> float:
+    """How long no step may end while there is work: ten times what the largest step takes, and at least 10 s."""
+    num_chunks = max(1.0, limits.token_budget / max(card.chunk_tokens, 1))
+    return max(LEAST_STALL_S, _STALL_FACTOR * num_chunks * card.chunk_ms / 1000)
+
+
+class Workers:
+    """Every worker that has shown its card.
+
+    Args:
+        router: where cores are kept.
+        port: where plans go out.
+        settings: the operator's.
+        epoch: the scheduler's own.
+    """
+
+    def __init__(self, router: Router, port: RouterPort, settings: Settings, epoch: int) -> None:
+        self._router = router
+        self._port = port
+        self._settings = settings
+        self._epoch = epoch
+        self._stall_limits_s: dict[bytes, float] = {}
+        self._progress_s: dict[bytes, float] = {}
+
+    def join(self, peer: Peer, now_s: float) -> None:
+        """Makes the core of a worker that shows its card.
+
+        Raises:
+            GreetingRefusedError: its sizes and the settings cannot work together, or it shows another card than before.
+        """
+        card = peer.card
+        if card is None or peer.routing_id in self._router.cores:
+            return
+        try:
+            limits = limits_of(card, self._settings)
+        except ValueError as error:
+            raise GreetingRefusedError(str(error)) from error
+        self._router.cores[peer.routing_id] = Core(limits, self._epoch)
+        self._stall_limits_s[peer.routing_id] = stall_limit_s(card, limits)
+        self._progress_s[peer.routing_id] = now_s
+        logger.info(
+            "%s joined: %d pages of %d tokens, context %d, %d rows, chunk %s, %d tokens a step",
+            peer.name, limits.num_pages, limits.page_size, limits.max_model_len, limits.max_rows,
+            limits.chunk_tokens if limits.is_chunked else "off", limits.token_budget,
+        )  # fmt: skip
+
+    def leave(self, peer: Peer, collector: SchedulerCollector) -> list[Produced]:
+        """Takes a worker out; all that it ran ends with BACKEND_LOST."""
+        if peer.routing_id not in self._router.cores:
+            return []
+        collector.worker_leaves(peer.routing_id)
+        del self._stall_limits_s[peer.routing_id], self._progress_s[peer.routing_id]
+        return self._router.remove_worker(peer.routing_id)
+
+    def take_result(self, peer: Peer, result: StepResult, now_s: float) -> list[Produced]:
+        """Applies a result. One of a plan that a former scheduler made is dropped.
+
+        Raises:
+            ResultError: results of this worker are missing or do not fit its plans.
+        """
+        if result.epoch != self._epoch:
+            self._router.num_stale += 1
+            return []
+        core = self._router.cores.get(peer.routing_id)
+        if core is None:
+            raise ResultError("a result of a worker that never showed its card")
+        produced = core.apply_result(result)
+        self._progress_s[peer.routing_id] = now_s
+        if not core.num_in_flight:
+            peer.silence_limit_s = SILENCE_LIMIT_S
+        return produced
+
+    def plan(self, peers: Iterable[Peer], now_s: float) -> list[Peer]:
+        """Sends every worker as many plans as it may have; returns those that could not be reached."""
+        unreachable = []
+        for peer in peers:
+            core = self._router.cores.get(peer.routing_id)
+            if core is not None and not self._plan_for(peer, core, now_s):
+                unreachable.append(peer)
+        return unreachable
+
+    def stalled(self, peers: Iterable[Peer], now_s: float) -> list[Peer]:
+        """Workers with plans in flight where no step has ended for too long."""
+        return [
+            peer
+            for peer in peers
+            if peer.routing_id in self._router.cores
+            and self._router.cores[peer.routing_id].num_in_flight
+            and now_s - self._progress_s[peer.routing_id] > self._stall_limits_s[peer.routing_id]
+        ]
+
+    def _plan_for(self, peer: Peer, core: Core, now_s: float) -> bool:
+        while core.can_plan():
+            is_first = not core.num_in_flight
+            plan = core.plan_step()
+            if plan is None:
+                break
+            if is_first:
+                self._progress_s[peer.routing_id] = now_s
+                peer.silence_limit_s = self._stall_limits_s[peer.routing_id]  # its loop waits for the step
+            if not self._port.send(peer.routing_id, plan):
+                return False
+        return True
