@@ -156,6 +156,13 @@ def test_old_rows_are_dropped_also_after_the_end() -> None:
     assert decoder.advance(1, [1, 2], Finish.LENGTH) is None
 
 
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_the_end_by_a_stop_token_is_old_when_it_comes_again(stop: tuple[str, ...]) -> None:
+    decoder = AnswerDecoder(TABLE, TextParams(stop, False, True, 0))
+    assert decoder.advance(0, [0, 1], Finish.STOP_TOKEN) == AnswerChunk(0, [0, 1], "a", 0, Finish.STOP_TOKEN)
+    assert decoder.advance(0, [0, 1], Finish.STOP_TOKEN) is None
+
+
 @pytest.mark.parametrize(
     ("first_index", "ids", "finish"),
     [
