@@ -46,6 +46,7 @@ class NaiveMatcher:
 @given(stop_lists, st.lists(st.tuples(texts, st.booleans()), max_size=12), st.booleans())
 @example((("ab", "abab", "b")), [("a", False), ("bab", False), ("ab", True)], False)
 @example(("ab", "b", "aba"), [("ab", False), ("a", True)], False)
+@example(("abbaa", "bbb", "ba"), [("abba", True)], False)
 @example((("aab",)), [("aa", True), ("a", True), ("b", True)], True)
 def test_every_chunk_equals_the_naive_matchers(
     stops: tuple[str, ...], chunks: list[tuple[str, bool]], includes_stop: bool
