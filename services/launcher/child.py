@@ -103,9 +103,9 @@ class Child:
         except BlockingIOError:
             return []
         self.output_has_ended = not data
-        lines = (self._pending + data).splitlines(keepends=True)
+        lines = (self._pending + (data or b"\n" * bool(self._pending))).splitlines(keepends=True)
         self._pending = b""
-        if lines and not lines[-1].endswith((b"\n", b"\r")) and data and len(lines[-1]) <= _MAX_LINE_BYTES:
+        if lines and not lines[-1].endswith((b"\n", b"\r")) and len(lines[-1]) <= _MAX_LINE_BYTES:
             self._pending = lines.pop()
         for line in lines:
             self.last_line = line.decode(errors="backslashreplace").strip() or self.last_line

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from services.launcher.child import ChildSpec
@@ -23,7 +23,8 @@ from services.runtime.service import EXIT_BAD_START, EXIT_FAILURE, StartError
 from services.wire.errors import WireError
 from services.wire.messages import Role
 
-_NEEDS_MODEL = (Role.GPU_WORKER, Role.TOKENIZER, Role.DETOKENIZER)
+_START_ORDER = (Role.SCHEDULER, Role.GPU_WORKER, Role.TOKENIZER, Role.DETOKENIZER)
+_NEEDS_MODEL = frozenset(_START_ORDER[1:])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tokenway", description="Serves large language models.")
-    parser.add_argument("--version", action="version", version=f"tokenway {version('tokenway')}")
+    parser.add_argument("--version", action="version", version=f"tokenway {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("serve", help="start a server (`tokenway serve --help` lists every setting)", add_help=False)
     commands.add_parser("health", help="tell whether the processes of a run directory work: status 0 or 1")
@@ -59,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     pull.add_argument("name", metavar="NAME", help="alias, or owner/name on the hub")
     pull.add_argument("--to", type=Path, metavar="DIR", help="folder to put it in (default: --models-dir)")
     return parser
+
+
+def _version() -> str:
+    try:
+        return version("tokenway")
+    except PackageNotFoundError:
+        return "(a checkout that is not installed)"
 
 
 def _serve_parser() -> argparse.ArgumentParser:
@@ -78,12 +86,12 @@ def _serve_parser() -> argparse.ArgumentParser:
 def _serve(arguments: Sequence[str]) -> int:
     role, rest = _take_role(arguments)
     settings = load_settings(rest)
-    roles = list(Role) if role is None else [role]
+    roles = _START_ORDER if role is None else (role,)
     with ExitStack() as stack:
         if Role.TOKENIZER in roles:
             reserved = stack.enter_context(reserve_port(settings.host, settings.port))
             settings = dataclasses.replace(settings, port=reserved.getsockname()[1])
-        if set(roles) & set(_NEEDS_MODEL):
+        if _NEEDS_MODEL.intersection(roles):
             model = resolve_model(settings.model, settings)
             name = settings.served_model_name or model.name
             settings = dataclasses.replace(settings, model=str(model.path), served_model_name=name)

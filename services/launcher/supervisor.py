@@ -52,7 +52,7 @@ class Patience:
         return cls(drain_timeout_s + 2.0, 3.0)
 
 
-_IN_HASTE = Patience(2.5, 1.5)  # Ctrl-C: all is gone within 5 s
+_IN_HASTE = Patience(2.0, 1.0)  # Ctrl-C: all is gone within 5 s
 # After a death: long enough for the tokenizers to hear of it (3 s of silence) and to end their streams with an error.
 _AFTER_A_DEATH = Patience(3.8, 0.5)
 

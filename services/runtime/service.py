@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from services.runtime import metrics
 from services.runtime.config import Settings, SettingsError, load_settings
+from services.runtime.health import Pulse
 from services.runtime.logs import set_up_logging
 from services.runtime.session import HandshakeError, SchedulerSession
 from services.wire.endpoints import (
@@ -58,6 +59,8 @@ class Process:
     """Set by SIGTERM or SIGINT: finish what is open, then return."""
     on_stop: Callable[[], None] | None = None
     """Called once, in the signal handler, when stopping begins: a service puts its receiver's `interrupt` here."""
+    pulse: Pulse | None = None
+    """What a health check looks at; None without a run directory."""
     _parent: int = field(default_factory=os.getppid)
 
     @property
@@ -67,7 +70,13 @@ class Process:
 
     def new_session(self, address: str) -> SchedulerSession:
         """This process's session with the scheduler; `address` is where peers reach it, or ""."""
-        return SchedulerSession(self.identity, address, lambda: metrics.snapshot(self.registry), time.monotonic())
+        return SchedulerSession(self.identity, address, self.vital_signs, time.monotonic())
+
+    def vital_signs(self) -> dict[str, float]:
+        """The metrics for a heartbeat. Called by the work loop for each one, which renews the pulse file too."""
+        if self.pulse is not None:
+            self.pulse.beat()
+        return metrics.snapshot(self.registry)
 
     def scheduler_endpoint(self) -> str:
         """Where the scheduler is bound; a host name is resolved, since sockets bind to addresses only.
@@ -131,7 +140,7 @@ def run_service(role: Role, main: Callable[[Process], None]) -> None:
         settings = load_settings(sys.argv[1:])
         identity = Identity(role, settings.instance or new_instance_name())
         set_up_logging(identity, settings.log_level, settings.log_format)
-        process = Process(settings, identity)
+        process = Process(settings, identity, pulse=_new_pulse(settings, identity))
         _install_signals(process)
         main(process)
     except (SettingsError, StartError, EndpointInUseError, HandshakeError) as error:
@@ -140,6 +149,12 @@ def run_service(role: Role, main: Callable[[Process], None]) -> None:
     except Exception:
         logger.exception("%s failed", role)
         sys.exit(EXIT_FAILURE)
+
+
+def _new_pulse(settings: Settings, identity: Identity) -> Pulse | None:
+    if not settings.run_dir:
+        return None
+    return Pulse(private_directory(Path(settings.run_dir)), f"{identity.role}-{identity.instance}")
 
 
 def _install_signals(process: Process) -> None:

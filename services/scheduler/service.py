@@ -16,7 +16,6 @@ import time
 
 import zmq
 
-from services.runtime import metrics
 from services.runtime.service import Process
 from services.scheduler.admission import RequestRefusedError
 from services.scheduler.answers import Answers
@@ -73,7 +72,7 @@ class SchedulerService:
         self._router = Router()
         self._collector = SchedulerCollector(self._router, self._port)
         process.registry.register(self._collector)
-        self._group = Group(process.identity, self._port, lambda: metrics.snapshot(process.registry), now_s)
+        self._group = Group(process.identity, self._port, process.vital_signs, now_s)
         self._workers = Workers(self._router, self._port, process.settings, process.identity.epoch)
         self._answers = Answers(self._router, self._port)
         self._pacer = LoadPacer()
