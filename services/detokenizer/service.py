@@ -28,6 +28,7 @@ from services.wire.errors import ProtocolError
 from services.wire.messages import DecodeOpen, Finish, Role, Roster, State, TokensProduced, Welcome
 from services.wire.transport import AsyncReceiver, DealerPort, Port
 
+_ROSTER_WAIT_S = 0.4  # how long a draining process without answers waits for the scheduler to have noticed
 _FAREWELL_MS = 2000  # how long closing sockets may take to hand over their last frames
 _log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class DetokenizerService:
         self._scheduler = self._connect(process.scheduler_endpoint())
         self._tokenizers: dict[bytes, DealerPort] = {}
         self._served_epoch: int | None = None
-        self._drain_deadline_s: float | None = None
+        self._drain_began_s: float | None = None
         process.registry.register(DetokenizerCollector(decoders, self._ports))
         process.on_stop = self._receiver.interrupt
 
@@ -79,26 +80,30 @@ class DetokenizerService:
         """Whether to leave: told to stop, and drained or out of time."""
         if not self._process.is_stopping:
             return False
-        if self._drain_deadline_s is None:
-            self._drain_deadline_s = now_s + self._process.settings.drain_timeout_s
+        if self._drain_began_s is None:
+            self._drain_began_s = now_s
             self._session.set_state(State.DRAINING, now_s)
             _log.info("draining: %d answers are open", self._decoders.num_open)
-        if not self._session.is_welcome or self._is_drained():
+        draining_s = now_s - self._drain_began_s
+        if not self._session.is_welcome or self._is_drained(draining_s):
             return True
-        if now_s < self._drain_deadline_s:
+        if draining_s < self._process.settings.drain_timeout_s:
             return False
         _log.warning("drain time is over: %d answers end here", self._decoders.num_open)
         self._decoders.end_all(Finish.BACKEND_LOST)
         self._send_outgoing()
         return True
 
-    def _is_drained(self) -> bool:
-        """Nothing open, nothing unsent, and no new answer under way: the scheduler's roster shows us as draining."""
+    def _is_drained(self, draining_s: float) -> bool:
+        """Nothing open, nothing unsent, and no new answer under way: the roster shows that the scheduler knows.
+
+        A scheduler that is ending as well sends no more rosters, so the wait for one is short.
+        """
         own_epoch = self._process.identity.epoch
         members = self._session.members_of(Role.DETOKENIZER)
         gets_answers = any(member.epoch == own_epoch and member.state != State.DRAINING for member in members)
         has_unsent = any(port.has_outbox for port in self._ports())
-        return not (gets_answers or has_unsent or self._decoders.num_open)
+        return not (self._decoders.num_open or has_unsent or (gets_answers and draining_s < _ROSTER_WAIT_S))
 
     def _greet(self, now_s: float) -> None:
         for message in self._session.messages_due(now_s):

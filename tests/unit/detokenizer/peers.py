@@ -99,6 +99,7 @@ class FakeScheduler(Peer):
         super().__init__(Identity(Role.SCHEDULER, "s"), run_dir, "scheduler")
         self.detokenizer = b""
         self.is_silent = False
+        self.tells_states = True
         self.refusal: object | None = None
         self._tokenizers: tuple[Member, ...] = ()
         self._own: tuple[Member, ...] = ()
@@ -120,7 +121,7 @@ class FakeScheduler(Peer):
             self._tell_state(message.instance, message.epoch, message.state)
         elif isinstance(message, Heartbeat):
             known = self._own[0]
-            if known.state != message.state:
+            if known.state != message.state and self.tells_states:
                 self._tell_state(known.instance, message.epoch, message.state)
 
     def start_anew(self) -> None:

@@ -276,6 +276,14 @@ def test_sigterm_finishes_what_is_open_and_ends_with_0(new_group: Group) -> None
     assert new_group.exit_status()[0] == 0
 
 
+def test_sigterm_ends_an_idle_process_also_when_the_scheduler_is_ending(new_group: Group) -> None:
+    new_group.add_tokenizer()
+    check_that_it_serves(new_group)
+    new_group.scheduler.is_silent, new_group.scheduler.tells_states = True, False
+    new_group.process.send_signal(signal.SIGTERM)
+    assert new_group.exit_status()[0] == 0
+
+
 @pytest.mark.parametrize("new_group", [("--drain-timeout-s", "0.2")], indirect=True)
 def test_answers_that_outlive_the_drain_time_are_ended_for_their_clients(new_group: Group) -> None:
     tokenizer, request_id = new_group.add_tokenizer(), new_request()
