@@ -1,4 +1,4 @@
-"""RadixCache against a naive reference: a dictionary with one entry for each cached page, scanned in full every time."""
+"""RadixCache against a naive reference: a dictionary with one entry for each cached page, always scanned in full."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class NaiveCache:
             self.entries[root, path].num_locks += change
 
     def evict(self, num_pages: int) -> list[int]:
-        freed = []
+        freed: list[int] = []
         while len(freed) < num_pages:
             inner = {(root, path[: -self.page_size]) for root, path in self.entries}
             leaves = [at for at, entry in self.entries.items() if at not in inner and not entry.num_locks]

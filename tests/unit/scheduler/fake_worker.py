@@ -1,0 +1,205 @@
+"""A worker without a model: it keeps real page tables over a real (small) KV memory of token ids.
+
+The next token is a hash of (seed, choice, every id read back through the page table). So a page that was freed too
+early, shared wrongly, or never written changes the answer, exactly as it would with a model. Each plan is checked
+against the contract of the wire before it runs, and runs at once; its result waits until the test delivers it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+
+from services.wire.codec import decode, encode
+from services.wire.columns import pack_int32, split_by_counts, unpack_int32
+from services.wire.messages import Finish, NewRow, SamplingParams, StepPlan, StepResult, Submit, TextParams
+
+VOCAB_SIZE = 50
+NOT_A_NUMBER = -7
+
+
+def next_token(sampling: SamplingParams, tokens: bytes) -> int:
+    """The token after `tokens` (int32 bytes)."""
+    return zlib.crc32(tokens, zlib.crc32(f"{sampling.seed} {sampling.choice}".encode())) % VOCAB_SIZE
+
+
+def solo_output(submit: Submit, max_total_tokens: int) -> tuple[list[int], Finish]:
+    """What a request gives when it runs alone, without pages, caches or plans."""
+    stop_ids = set(unpack_int32(submit.stop_token_ids))
+    tokens = submit.prompt_token_ids + submit.output_token_ids
+    output = unpack_int32(submit.output_token_ids)
+    most = min(submit.max_tokens, max_total_tokens - len(submit.prompt_token_ids) // 4)
+    while len(output) < most:
+        token_id = next_token(submit.sampling, tokens)
+        output.append(token_id)
+        tokens += pack_int32([token_id])
+        if token_id in stop_ids and len(output) > submit.text.min_tokens:
+            return output, Finish.STOP_TOKEN
+    return output, Finish.LENGTH
+
+
+def new_submit(
+    request_id: int,
+    prompt: list[int],
+    max_tokens: int,
+    stop_token_ids: tuple[int, ...] = (),
+    group_id: int | None = None,
+    **other: object,
+) -> Submit:
+    """A Submit with small numbers for ids; `other`: output_token_ids, min_tokens, choice, or fields by their names."""
+    outputs = other.pop("output_token_ids", [])
+    assert isinstance(outputs, list)
+    fields: dict[str, object] = {
+        "attempt": 0,
+        "tenant": "",
+        "cache_root": b"",
+        "priority": 0,
+        "deadline_ms": 0,
+        "text": TextParams((), False, True, int(str(other.pop("min_tokens", 0)))),
+        "sampling": SamplingParams(0.0, 1.0, 0, 0.0, 7, int(str(other.pop("choice", 0)))),
+    }
+    return Submit(
+        request_id=request_id.to_bytes(16, "big"),
+        prompt_token_ids=pack_int32(prompt),
+        output_token_ids=pack_int32(outputs),
+        max_tokens=max_tokens,
+        stop_token_ids=pack_int32(stop_token_ids),
+        group_id=(request_id if group_id is None else group_id).to_bytes(16, "big"),
+        **(fields | other),  # type: ignore[arg-type]
+    )
+
+
+@dataclass
+class FakeRow:
+    request_id: bytes
+    attempt: int
+    tokens: bytearray
+    num_prompt: int
+    pages: list[int]
+    sampling: SamplingParams
+    num_computed: int = -1  # unknown until the first plan says where it starts
+
+
+@dataclass
+class FakeWorker:
+    """Runs plans in order; `results` holds what was not delivered yet."""
+
+    num_pages: int
+    page_size: int
+    max_rows: int
+    token_budget: int
+    nan_requests: set[bytes] = field(default_factory=set)
+    rows: dict[int, FakeRow] = field(default_factory=dict)
+    results: deque[StepResult] = field(default_factory=deque)
+    step_tokens: list[list[int]] = field(default_factory=list)
+    """For each step, how many tokens each of its rows computed."""
+
+    def __post_init__(self) -> None:
+        self.memory = array("i", [NOT_A_NUMBER]) * (self.num_pages * self.page_size)
+        self.next_step = 0
+
+    def run(self, sent: StepPlan) -> None:
+        """Takes a plan as the wire would bring it and computes it."""
+        plan = decode(encode(sent))
+        assert isinstance(plan, StepPlan)
+        assert plan.step == self.next_step
+        self.next_step += 1
+        for row in unpack_int32(plan.released_rows):
+            del self.rows[row]
+        for new_row in plan.new_rows:
+            self._set_up(new_row)
+        runs = split_by_counts(unpack_int32(plan.page_ids), unpack_int32(plan.page_counts))
+        for row, pages in zip(unpack_int32(plan.page_rows), runs, strict=True):
+            assert pages
+            self.rows[row].pages += pages
+        self._check_tables()
+        self._compute(plan)
+
+    def deliver(self) -> StepResult:
+        """The oldest result, as the wire would bring it."""
+        result = decode(encode(self.results.popleft()))
+        assert isinstance(result, StepResult)
+        return result
+
+    def _set_up(self, new_row: NewRow) -> None:
+        assert new_row.row not in self.rows
+        assert 0 <= new_row.row < self.max_rows
+        self.rows[new_row.row] = FakeRow(
+            new_row.request_id,
+            new_row.attempt,
+            bytearray(new_row.token_ids),
+            new_row.num_prompt_tokens,
+            unpack_int32(new_row.page_ids),
+            new_row.sampling,
+        )
+
+    def _check_tables(self) -> None:
+        for row in self.rows.values():
+            assert len(set(row.pages)) == len(row.pages)
+            assert all(0 <= page < self.num_pages for page in row.pages)
+
+    def _compute(self, plan: StepPlan) -> None:
+        rows, starts = unpack_int32(plan.rows), unpack_int32(plan.start_positions)
+        counts = unpack_int32(plan.num_new_tokens)
+        assert rows
+        assert len(set(rows)) == len(rows)
+        assert min(counts) >= 1
+        assert sum(counts) <= self.token_budget
+        self.step_tokens.append(counts)
+        sampled = [
+            self._compute_row(row, start, count, bool(samples))
+            for row, start, count, samples in zip(rows, starts, counts, plan.samples, strict=True)
+        ]
+        self.results.append(_result(plan, [outcome for outcome in sampled if outcome is not None]))
+
+    def _compute_row(self, number: int, start: int, count: int, samples: bool) -> _Sampled | None:
+        row = self.rows[number]
+        end = start + count
+        num_known = len(row.tokens) // 4
+        assert row.num_computed in (start, -1)
+        assert end <= num_known
+        assert end <= len(row.pages) * self.page_size
+        assert samples == (end == num_known)
+        row.num_computed = end
+        is_nan = samples and row.request_id in self.nan_requests
+        new_ids = [NOT_A_NUMBER] * count if is_nan else unpack_int32(bytes(row.tokens[4 * start : 4 * end]))
+        for position, token_id in zip(range(start, end), new_ids, strict=True):
+            self.memory[row.pages[position // self.page_size] * self.page_size + position % self.page_size] = token_id
+        if not samples:
+            return None
+        first_index = num_known - row.num_prompt
+        read = self._read(row, end)
+        is_nan = is_nan or NOT_A_NUMBER in array("i", read)
+        token_id = 0 if is_nan else next_token(row.sampling, read)
+        row.tokens += pack_int32([token_id])
+        return _Sampled(number, row, first_index, [] if is_nan else [token_id])
+
+    def _read(self, row: FakeRow, num_tokens: int) -> bytes:
+        size = self.page_size
+        return b"".join(self.memory[page * size : (page + 1) * size].tobytes() for page in row.pages)[: 4 * num_tokens]
+
+
+@dataclass
+class _Sampled:
+    number: int
+    row: FakeRow
+    first_index: int
+    token_ids: list[int]
+
+
+def _result(plan: StepPlan, sampled: list[_Sampled]) -> StepResult:
+    return StepResult(
+        epoch=plan.epoch,
+        step=plan.step,
+        rows=pack_int32(outcome.number for outcome in sampled),
+        request_ids=b"".join(outcome.row.request_id for outcome in sampled),
+        attempts=pack_int32(outcome.row.attempt for outcome in sampled),
+        first_indexes=pack_int32(outcome.first_index for outcome in sampled),
+        counts=pack_int32(len(outcome.token_ids) for outcome in sampled),
+        token_ids=pack_int32(token_id for outcome in sampled for token_id in outcome.token_ids),
+        finishes=bytes(Finish.NONE if outcome.token_ids else Finish.NUMERICAL_ERROR for outcome in sampled),
+        forward_us=1,
+        step_us=1,
+    )
