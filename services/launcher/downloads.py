@@ -167,9 +167,13 @@ def _patterns() -> list[str]:
 def _announce(what: str, num_bytes: int, directory: Path) -> None:
     """Says what will be fetched; ModelNotFoundError when it does not fit."""
     free = shutil.disk_usage(directory).free
-    show(f"fetching {what}: {num_bytes / 1e9:.2f} GB needed, {free / 1e9:.1f} GB free in {directory}")
+    show(f"fetching {what}: {_size(num_bytes)} needed, {_size(free)} free in {directory}")
     if num_bytes > free:
-        raise ModelNotFoundError(f"{what} needs {num_bytes / 1e9:.2f} GB, {directory} has {free / 1e9:.2f} GB free")
+        raise ModelNotFoundError(f"{what} needs {_size(num_bytes)}, {directory} has {_size(free)} free")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _within(limit_s: float, call: Callable[[], T]) -> T:

@@ -217,22 +217,25 @@ def _refuse_unknown(values: Mapping[str, Any], source: str) -> None:
             raise SettingsError(f"unknown setting {name!r} in {source}")
 
 
+_TYPE_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
 def _convert(name: str, value: Any) -> Any:
     hint = typing.get_type_hints(Settings)[name]
     if isinstance(hint, types.UnionType) or hint not in (str, int, float, bool):
         raise TypeError(f"setting {name} has an unsupported type")
     if hint is bool and isinstance(value, str):
         if value.lower() not in ("true", "false", "1", "0", "yes", "no"):
-            raise SettingsError(f"{_flag(name)} must be true or false, not {value!r}")
+            raise SettingsError(f"{_flag(name)} must be {_TYPE_NAMES[bool]}, not {value!r}")
         return value.lower() in ("true", "1", "yes")
     if isinstance(value, bool) is not (hint is bool) or (hint is str and not isinstance(value, str)):
-        raise SettingsError(f"{_flag(name)} must be a {hint.__name__}, not {value!r}")
+        raise SettingsError(f"{_flag(name)} must be {_TYPE_NAMES[hint]}, not {value!r}")
     try:
         converted = hint(value)
     except (TypeError, ValueError, OverflowError):
-        raise SettingsError(f"{_flag(name)} must be a {hint.__name__}, not {value!r}") from None
+        raise SettingsError(f"{_flag(name)} must be {_TYPE_NAMES[hint]}, not {value!r}") from None
     if isinstance(value, float) and hint is int and converted != value:
-        raise SettingsError(f"{_flag(name)} must be a whole number, not {value!r}")
+        raise SettingsError(f"{_flag(name)} must be {_TYPE_NAMES[int]}, not {value!r}")
     return converted
 
 

@@ -1,0 +1,103 @@
+"""The command line: what is started with which settings, what is refused, how it says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from services.launcher.cli import main
+from services.runtime.config import Settings
+from services.runtime.health import PULSE_LIMIT_S, Pulse, unhealthy_reason
+
+_ROOT = Path(__file__).parents[3]
+
+
+def _tokenway(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENWAY_")} | variables
+    command = [sys.executable, "-m", "services.launcher", *arguments]
+    return subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=30)
+
+
+def test_the_help_of_serve_lists_every_setting() -> None:
+    shown = _tokenway("serve", "--help")
+    assert shown.returncode == 0
+    for field in dataclasses.fields(Settings):
+        assert f"--{field.name.replace('_', '-')}" in shown.stdout
+
+
+def test_help_and_version_need_nothing_else() -> None:
+    assert _tokenway("--help").stdout.startswith("usage: tokenway")
+    assert _tokenway().stdout == _tokenway("--help").stdout
+    assert _tokenway("--version").stdout.startswith("tokenway ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "reason"),
+    [
+        (["--prot", "80"], {}, "--prot"),
+        (["--port", "http"], {}, "--port must be a whole number, not 'http'"),
+        (["--port", "70000"], {}, "--port must be between 0 and 65535"),
+        (["--device", "tpu"], {}, "--device must be one of auto, cpu, cuda"),
+        ([], {"TOKENWAY_PROT": "80"}, "unknown setting 'prot' in the environment"),
+        (["--config", "/no/such.toml"], {}, "cannot read settings from /no/such.toml"),
+        (["--role", "scheduler"], {}, "--role needs --scheduler-endpoint or --run-dir"),
+        (["--role", "tokenizer", "--port", "0"], {}, "--role needs --scheduler-endpoint or --run-dir"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_named_in_one_line_with_status_2(
+    arguments: list[str], variables: dict[str, str], reason: str
+) -> None:
+    result = _tokenway("serve", *arguments, **variables)
+    assert result.returncode == 2
+    assert reason in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_prc_06_a_port_in_use_is_named_before_anything_is_started() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        began_s = time.monotonic()
+        result = _tokenway("serve", "--port", str(port))
+        assert time.monotonic() - began_s < 10
+    assert result.returncode == 2
+    assert result.stderr == f"tokenway: port {port} on 127.0.0.1 is in use by another process; choose one with --port\n"
+    assert result.stdout == ""
+
+
+def test_models_lists_the_demo_model_and_where_it_lies(
+    smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOKENWAY_MODELS_DIR", str(tmp_path))
+    assert main(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[0] == "smollm2:135m" and line.endswith(str(smollm2_path)) for line in lines)
+    assert lines[-1] == f"models fetched by name go to {tmp_path}"
+
+
+def test_health_tells_a_beating_loop_from_a_stuck_one(tmp_path: Path) -> None:
+    assert unhealthy_reason(tmp_path, time.monotonic()) == f"nothing runs in {tmp_path}"
+    pulse = Pulse(tmp_path, "scheduler-0")
+    assert unhealthy_reason(tmp_path, time.monotonic()) == "scheduler-0 has not joined its group yet"
+    pulse.beat()
+    now_s = time.monotonic()
+    assert unhealthy_reason(tmp_path, now_s) is None
+    late = unhealthy_reason(tmp_path, now_s + PULSE_LIMIT_S + 1)
+    assert late is not None
+    assert late.startswith("the loop of scheduler-0 has not come round for 11 s")
+
+
+def test_the_health_command_ends_with_0_only_for_a_beating_loop(tmp_path: Path) -> None:
+    pulse = Pulse(tmp_path, "gpu_worker-0")
+    starting = _tokenway("health", TOKENWAY_RUN_DIR=str(tmp_path))
+    assert (starting.returncode, starting.stdout) == (1, "gpu_worker-0 has not joined its group yet\n")
+    pulse.beat()
+    beating = _tokenway("health", TOKENWAY_RUN_DIR=str(tmp_path))
+    assert (beating.returncode, beating.stdout) == (0, "healthy\n")
+    assert _tokenway("health").returncode == 2
