@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -39,15 +38,6 @@ def test_a_child_gets_the_same_settings_through_its_environment() -> None:
     settings = Settings(
         model="/模型/🙂", port=0, strict_fields=True, head_timeout_s=0.25, chunked_prefill_size=-1, num_tokenizers=3
     )
-    assert load_settings([], settings.as_environment()) == settings
-
-
-def test_every_setting_survives_the_way_through_the_environment() -> None:
-    settings = Settings()
-    for field in dataclasses.fields(Settings):
-        if not field.metadata["choices"] and isinstance(field.default, (bool, str)):
-            changed = not field.default if isinstance(field.default, bool) else "x y"
-            settings = dataclasses.replace(settings, **{field.name: changed})
     assert load_settings([], settings.as_environment()) == settings
 
 
