@@ -1,0 +1,101 @@
+"""Tokenizer process: what a client is told when a request fails, in the one body that OpenAI clients read.
+
+Owns the error body and the statuses; must never carry internals (paths, addresses, traces): a fault of ours has an
+error id that the log knows too.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+import msgspec
+
+from services.wire.messages import Finish, Refused
+
+_STATUS_OF_FINISH = {
+    Finish.ABORTED: (503, "aborted", "the server ended this request"),
+    Finish.NUMERICAL_ERROR: (500, "numerical_error", "the model produced values that are no numbers for this request"),
+    Finish.TIMEOUT: (504, "timeout", "the request ran into its deadline"),
+    Finish.BACKEND_LOST: (503, "backend_lost", "a process that this request needed has died; try again"),
+}
+
+
+class ApiError(Exception):
+    """A failed request: an HTTP status before the first byte, one error event after it.
+
+    Attributes:
+        status: 400 to 599.
+        message: One line for the client.
+        code: A short machine-readable name.
+        param: The request field at fault, None when no field is.
+        retry_after_s: When to try again; 0 for no promise.
+        allow: The methods of a route that was asked by another one.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        retry_after_s: int = 0,
+        allow: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.allow = allow
+
+    def body(self) -> bytes:
+        """`{"error": {...}}` as JSON."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def headers(self) -> Mapping[str, str]:
+        """The headers that belong to the status."""
+        headers: dict[str, str] = {}
+        if self.retry_after_s:
+            headers["Retry-After"] = str(self.retry_after_s)
+        if self.allow:
+            headers["Allow"] = self.allow
+        return headers
+
+
+def bad_field(param: str, problem: str, code: str = "invalid_value") -> ApiError:
+    """A 400 that names the field."""
+    return ApiError(400, f"{param}: {problem}", code=code, param=param)
+
+
+def unavailable(code: str, message: str, retry_after_s: int = 1) -> ApiError:
+    """A 503 with Retry-After."""
+    return ApiError(503, message, code=code, retry_after_s=max(1, retry_after_s))
+
+
+def internal_error(error_id: str = "") -> ApiError:
+    """A 500 whose error id is all that the client learns; log the cause under the same id."""
+    error_id = error_id or secrets.token_hex(8)
+    return ApiError(500, f"internal error, id {error_id}", code="internal_error")
+
+
+def refusal_error(refused: Refused) -> ApiError:
+    """What the scheduler's refusal becomes."""
+    retry_after_s = max(1, refused.retry_after_s) if refused.status == 503 else refused.retry_after_s
+    return ApiError(
+        refused.status, refused.text, code=refused.code, param=refused.param or None, retry_after_s=retry_after_s
+    )
+
+
+def finish_error(finish: Finish) -> ApiError | None:
+    """The error of an answer that ended otherwise than by stopping or by its length; None for those two."""
+    if finish in (Finish.STOP_TOKEN, Finish.STOP_STRING, Finish.LENGTH):
+        return None
+    if finish not in _STATUS_OF_FINISH:
+        return internal_error()
+    status, code, message = _STATUS_OF_FINISH[finish]
+    return ApiError(status, message, code=code, retry_after_s=1 if status == 503 else 0)

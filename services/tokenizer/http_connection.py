@@ -1,0 +1,246 @@
+"""Tokenizer process: HTTP connections with the deadlines that aiohttp leaves to its user.
+
+A connection gets so long for the head of its first request and of every later one that has begun; an idle one is closed
+after a while; one whose client reads nothing of what lies ready is cut. What is not HTTP is answered in the error body
+of the API. Owns no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_exceptions import LineTooLong
+from aiohttp.http_parser import RawRequestMessage
+from aiohttp.streams import StreamReader
+from aiohttp.web_protocol import RequestHandler
+
+from services.tokenizer.api_error import ApiError
+
+MAX_HEADERS = 64
+MAX_HEADER_BYTES = 8 * 1024
+IDLE_S = 75.0  # longer than the usual proxies keep a connection to us, or they would meet a closed one
+SERVER_NAME = "tokenway"
+_STALL_CHECKS = 4
+
+logger = logging.getLogger(__name__)
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """How long a client may take; seconds."""
+
+    head_timeout_s: float
+    write_timeout_s: float
+
+
+class ClientConnection(RequestHandler):
+    """One connection."""
+
+    __slots__ = ("_has_open_request", "_has_received", "_head_timer", "_limits", "_stall_timer", "on_writable")
+
+    def __init__(self, manager: web.Server, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> None:
+        super().__init__(
+            manager,
+            loop=loop,
+            keepalive_timeout=IDLE_S,
+            access_log=None,  # type: ignore[arg-type]  # None is aiohttp's own way to switch it off
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            max_headers=MAX_HEADERS,
+        )
+        self._limits = limits
+        self._has_open_request = False
+        self._has_received = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self.on_writable: Callable[[], None] | None = None
+        """Called when the client has caught up after `writing_paused`."""
+
+    def begin_request(self) -> None:
+        """A whole head has arrived."""
+        self._has_open_request = True
+        self._cancel_head_timer()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client has connected: the first head is awaited."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The client is gone; a running handler is cancelled."""
+        self._cancel_head_timer()
+        self._cancel_stall_timer()
+        self.on_writable = None
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a head or a body."""
+        if not self._has_open_request:
+            self._has_received = True
+            if self._head_timer is None:
+                self._await_head()
+        super().data_received(data)
+
+    def pause_writing(self) -> None:
+        """The client has left a buffer full of bytes lying."""
+        super().pause_writing()
+        self._watch_for_stall()
+
+    def resume_writing(self) -> None:
+        """It has taken most of them."""
+        super().resume_writing()
+        self._cancel_stall_timer()
+        if self.on_writable is not None:
+            self.on_writable()
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Writes what is not written yet of a response; afterwards the next head is awaited."""
+        if not resp.prepared:
+            resp.headers["Server"] = SERVER_NAME
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self._has_open_request = False
+            self._has_received = False
+            self.on_writable = None
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to what is not HTTP, or not within the limits."""
+        self._cancel_head_timer()
+        if request.writer.output_size > 0:
+            raise ConnectionResetError("a broken request behind an answered one")
+        response = error_response(_head_error(exc, message))
+        response.force_close()
+        return response
+
+    def _await_head(self) -> None:
+        self._head_timer = self._loop.call_later(self._limits.head_timeout_s, self._give_up_head)
+
+    def _give_up_head(self) -> None:
+        self._head_timer = None
+        if self._has_received and self.transport is not None:
+            error = ApiError(408, "the head of the request did not arrive in time", code="request_timeout")
+            self.transport.write(_raw_response(error))
+        self.force_close()
+
+    def _cancel_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _watch_for_stall(self) -> None:
+        transport = self.transport
+        if transport is None:
+            return
+        left_bytes = transport.get_write_buffer_size()
+        self._stall_timer = self._loop.call_later(
+            self._limits.write_timeout_s / _STALL_CHECKS, self._check_stall, left_bytes, _STALL_CHECKS
+        )
+
+    def _check_stall(self, left_bytes: int, checks_left: int) -> None:
+        """Nothing is written while a client is behind, so the buffer only shrinks, and it does if the client reads."""
+        transport = self.transport
+        if transport is None:
+            return
+        if transport.get_write_buffer_size() < left_bytes:
+            self._watch_for_stall()
+            return
+        if checks_left <= 1:
+            logger.info("cut a connection whose client read nothing for %.0f s", self._limits.write_timeout_s)
+            transport.abort()
+            return
+        self._stall_timer = self._loop.call_later(
+            self._limits.write_timeout_s / _STALL_CHECKS, self._check_stall, left_bytes, checks_left - 1
+        )
+
+    def _cancel_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+
+class HttpServer(web.Server):
+    """Makes connections; handlers are cancelled when their client leaves."""
+
+    def __init__(self, handler: Handler, limits: ConnectionLimits, max_body_bytes: int) -> None:
+        super().__init__(handler, request_factory=self._new_request, handler_cancellation=True)
+        self._limits = limits
+        self._max_body_bytes = max_body_bytes
+        self._own_loop = asyncio.get_running_loop()
+
+    def __call__(self) -> ClientConnection:
+        """A connection's protocol."""
+        return ClientConnection(self, self._own_loop, self._limits)
+
+    def _new_request(
+        self,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: RequestHandler,
+        writer: AbstractStreamWriter,
+        task: asyncio.Task[None],
+    ) -> web.BaseRequest:
+        return web.BaseRequest(
+            message, payload, protocol, writer, task, self._own_loop, client_max_size=self._max_body_bytes
+        )
+
+
+class ChunkedOutput:
+    """Event bytes straight to the socket's transport: no task wakes up and nothing is awaited for a token."""
+
+    __slots__ = ("_connection", "_is_chunked", "_transport")
+
+    def __init__(self, connection: ClientConnection, is_chunked: bool) -> None:
+        """`is_chunked`: whether the response is in chunked transfer coding (HTTP/1.1)."""
+        self._connection = connection
+        self._transport = connection.transport
+        self._is_chunked = is_chunked
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the client is a buffer behind."""
+        return self._connection.writing_paused
+
+    def write(self, data: bytes) -> None:
+        """Writes one transfer chunk in one piece."""
+        transport = self._transport
+        if transport is not None and not transport.is_closing():
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+
+    def cut(self) -> None:
+        """Ends the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def error_response(error: ApiError) -> web.Response:
+    """An error as a response."""
+    return web.Response(
+        status=error.status, body=error.body(), content_type="application/json", headers=error.headers()
+    )
+
+
+def _head_error(exc: BaseException | None, message: str | None) -> ApiError:
+    if isinstance(exc, LineTooLong) or "Too many headers" in (message or ""):
+        return ApiError(431, "the head of the request is too large", code="headers_too_large")
+    return ApiError(400, "the request is not valid HTTP", code="invalid_http")
+
+
+def _raw_response(error: ApiError) -> bytes:
+    body = error.body()
+    head = f"HTTP/1.1 {error.status} Request Timeout\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body

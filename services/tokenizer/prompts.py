@@ -1,0 +1,91 @@
+"""Tokenizer process: checked requests to encoded prompts that fit.
+
+Encoding itself, off the event loop where it is long, is `text_encoder`'s; what it finds wrong becomes an error that
+names the request's field.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+
+from services.tokenizer.api_error import ApiError, bad_field, unavailable
+from services.tokenizer.backend_view import BackendView
+from services.tokenizer.conversation import Conversation
+from services.tokenizer.openai_schema import ChatBody, CompletionBody
+from services.tokenizer.prompt_errors import EncoderBusyError, NoChatTemplateError, PromptError, TextTooLongError
+from services.tokenizer.request_limits import (
+    DEFAULT_COMPLETION_TOKENS,
+    TOO_LONG_CODE,
+    ServedModel,
+    answer_limit,
+    check_token_ids,
+)
+from services.tokenizer.submission import Prompt
+from services.tokenizer.text_encoder import TextEncoder
+
+
+class PromptMaker:
+    """Makes prompts for one model."""
+
+    def __init__(self, model: ServedModel, encoder: TextEncoder, view: BackendView) -> None:
+        self._model = model
+        self._encoder = encoder
+        self._view = view
+
+    async def chat(self, body: ChatBody) -> Prompt:
+        """The prompt of a conversation; without a limit the answer may run to the end of the context.
+
+        Raises:
+            ApiError: 400 naming the field, 503 when too many long texts wait.
+        """
+        opens_turn = body.add_generation_prompt
+        conversation = Conversation(
+            messages=body.messages,
+            template_kwargs=body.chat_template_kwargs or {},
+            add_generation_prompt=not body.continue_final_message if opens_turn is None else opens_turn,
+            continue_final_message=bool(body.continue_final_message),
+        )
+        token_ids = await _blamed_on("messages", self._encoder.encode_chat(conversation))
+        return self._prompt(token_ids, body.wanted_tokens, "messages")
+
+    async def completions(self, body: CompletionBody) -> list[Prompt]:
+        """The prompts of a completion request, in the order given.
+
+        Raises:
+            ApiError: 400 naming the field, 503 when too many long texts wait.
+        """
+        wanted = DEFAULT_COMPLETION_TOKENS if body.wanted_tokens is None else body.wanted_tokens
+        items = body.prompts
+        prompts: list[Prompt] = []
+        for index, item in enumerate(items):
+            param = "prompt" if len(items) == 1 else f"prompt[{index}]"
+            if not isinstance(item, str):
+                check_token_ids(item, self._model, param)
+                prompts.append(self._prompt(item, wanted, param))
+            else:
+                encoding = self._encoder.encode(item, add_special_tokens=body.add_special_tokens is not False)
+                token_ids = await _blamed_on(param, encoding)
+                prompts.append(self._prompt(token_ids, wanted, param, item if body.echo else None))
+                await asyncio.sleep(0)  # a thousand short texts are encoded on the loop: others get their turn
+        return prompts
+
+    def _prompt(self, token_ids: Sequence[int], wanted: int | None, param: str, echo: str | None = None) -> Prompt:
+        if not token_ids:
+            raise bad_field(param, "has no tokens")
+        limit = answer_limit(len(token_ids), wanted, self._view.max_total_tokens, self._model, param)
+        return Prompt(token_ids, limit, echo)
+
+
+async def _blamed_on(param: str, encoding: Awaitable[list[int]]) -> list[int]:
+    """Awaits an encoding; its errors name the field at fault, `param` when they do not know better."""
+    try:
+        return await encoding
+    except EncoderBusyError as error:
+        raise unavailable("overloaded", str(error)) from None
+    except TextTooLongError as error:
+        raise ApiError(400, error.message, code=TOO_LONG_CODE, param=error.param or param) from None
+    except NoChatTemplateError as error:
+        raise ApiError(400, error.message, code="no_chat_template", param=error.param) from None
+    except PromptError as error:
+        raise bad_field(error.param or param, error.message) from None

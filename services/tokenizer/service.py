@@ -1,0 +1,189 @@
+"""Tokenizer process: its life, from loading the tokenizer to the end of the last stream.
+
+    bind the port -> load -> listen, join the group -> serve ... SIGTERM -> draining (still accepting, for a balancer to
+    notice) -> listener closed -> open requests end, or are ended by the drain limit -> Goodbye
+
+Owns the listener, the journal and everything between them. It must never import torch, and never block its event loop
+on a long prompt. A fault in the loop that serves the sockets ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import socket
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import uvloop
+
+from services.model_files.errors import ModelFileError
+from services.model_files.generation_config import load_sampling_defaults
+from services.model_files.source import ModelFiles, open_model
+from services.model_files.tokenizer import LoadedTokenizer, load_tokenizer
+from services.runtime.config import Settings
+from services.runtime.service import Process, StartError
+from services.tokenizer.api_error import unavailable
+from services.tokenizer.completions import Completions
+from services.tokenizer.http_api import HttpApi
+from services.tokenizer.http_connection import ConnectionLimits, HttpServer
+from services.tokenizer.instruments import HttpStatistics, TokenizerCollector
+from services.tokenizer.listener import bind_port
+from services.tokenizer.prompts import PromptMaker
+from services.tokenizer.request_limits import ServedModel
+from services.tokenizer.scheduler_link import SchedulerLink
+from services.tokenizer.text_encoder import EncoderSettings, TextEncoder
+from services.wire.endpoints import is_ipc
+from services.wire.messages import State
+
+BALANCER_NOTICE_S = 2.0
+_BACKLOG = 1024
+_LAST_WORDS_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What lies on disk of the model, as this process needs it."""
+
+    model: ServedModel
+    tokenizer: LoadedTokenizer
+
+
+class TokenizerService:
+    """The parts of the process and how they end."""
+
+    def __init__(self, process: Process, loaded: _Loaded, listeners: list[socket.socket]) -> None:
+        """Must be made inside a running event loop."""
+        settings = process.settings
+        self._settings = settings
+        self._listeners = listeners
+        self._stopping = asyncio.Event()
+        self._encoder = TextEncoder(loaded.tokenizer, _encoder_settings(settings, loaded.model))
+        self._link = SchedulerLink(process)
+        http = HttpStatistics()
+        prompts = PromptMaker(loaded.model, self._encoder, self._link.view)
+        completions = Completions(settings, loaded.model, prompts, self._link, http)
+        self._api = HttpApi(process, loaded.model, completions, self._link, http)
+        limits = ConnectionLimits(settings.head_timeout_s, settings.write_timeout_s)
+        self._server = HttpServer(self._api.handle, limits, settings.max_body_bytes)
+        process.registry.register(TokenizerCollector(http, self._link, self._encoder, self._api.health))
+        self._notice_s = 0.0 if is_ipc(process.scheduler_endpoint()) else BALANCER_NOTICE_S
+        self._loop = asyncio.get_running_loop()
+        process.on_stop = self._stop_soon
+        if process.is_stopping:
+            self._stopping.set()
+
+    async def run(self) -> None:
+        """Serves until the process was told to stop and has drained.
+
+        Raises:
+            HandshakeError: the scheduler does not let this process join.
+        """
+        serving = [
+            await self._loop.create_server(self._server, sock=sock, backlog=_BACKLOG) for sock in self._listeners
+        ]
+        for sock in self._listeners:
+            logger.info("listening on %s", _url(sock))
+        self._link.set_state(State.READY)
+        link = asyncio.create_task(self._link.run())
+        has_drained = False
+        try:
+            await _unless_ended(link, self._stopping.wait())
+            await self._drain(link, serving)
+            has_drained = True
+        finally:
+            link.cancel()
+            await asyncio.gather(link, return_exceptions=True)
+            self._api.health.close()
+            self._link.close(has_drained)
+            self._encoder.close()
+
+    def _stop_soon(self) -> None:
+        """Called in a signal handler."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
+
+    async def _drain(self, link: asyncio.Task[None], serving: list[asyncio.Server]) -> None:
+        logger.info("draining")
+        self._link.view.is_draining = True
+        self._link.set_state(State.DRAINING)
+        deadline_s = time.monotonic() + self._settings.drain_timeout_s
+        await _unless_ended(link, asyncio.sleep(self._notice_s))
+        for server in serving:
+            server.close()
+        self._server.pre_shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
+                await _unless_ended(link, self._api.idle.wait())
+        if not self._api.idle.is_set():
+            logger.warning("drain time is over: %d requests end here", len(self._link.table.requests))
+            self._link.table.fail_all(unavailable("draining", "the server is shutting down"))
+        await self._server.shutdown(_LAST_WORDS_S)
+
+
+async def _unless_ended(link: asyncio.Task[None], awaitable: Coroutine[Any, Any, object]) -> None:
+    """Waits for something, but not beyond the end of the link's loop, whose fault is raised."""
+    waiting = asyncio.ensure_future(awaitable)
+    try:
+        await asyncio.wait({link, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    if link.done():
+        link.result()
+
+
+def main(process: Process) -> None:
+    """Binds the port, loads the tokenizer, then serves."""
+    listeners = bind_port(process.settings.host, process.settings.port)
+    try:
+        loaded = _load(process.settings)
+        gc.collect()
+        gc.freeze()  # the vocabulary lives as long as the process: no collection need look at it again
+        uvloop.run(_serve(process, loaded, listeners))
+    except ModelFileError as error:
+        raise StartError(str(error)) from error
+    finally:
+        for sock in listeners:
+            sock.close()
+
+
+async def _serve(process: Process, loaded: _Loaded, listeners: list[socket.socket]) -> None:
+    await TokenizerService(process, loaded, listeners).run()
+
+
+def _load(settings: Settings) -> _Loaded:
+    files = open_model(settings.model)
+    tokenizer = load_tokenizer(files)
+    model = ServedModel(
+        name=settings.served_model_name or files.path.stem,
+        created=int(time.time()),
+        context_tokens=settings.max_model_len or _context_of(files),
+        num_entries=tokenizer.num_entries,
+        end_token_ids=tokenizer.end_token_ids,
+        defaults=load_sampling_defaults(files, cast(Literal["auto", "none"], settings.generation_config)),
+    )
+    return _Loaded(model, tokenizer)
+
+
+def _context_of(files: ModelFiles) -> int:
+    """Raises ModelFileError when the model does not say how long its context is."""
+    context = files.config.get("max_position_embeddings")
+    if type(context) is not int or context < 2:
+        raise ModelFileError(files.path, "field max_position_embeddings is missing: set --max-model-len")
+    return context
+
+
+def _encoder_settings(settings: Settings, model: ServedModel) -> EncoderSettings:
+    template = Path(settings.chat_template) if settings.chat_template else None
+    return EncoderSettings(model.context_tokens, chat_template=template)
+
+
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
