@@ -44,7 +44,8 @@ def parse_routing_id(routing_id: bytes) -> Identity | None:
         identity = Identity(Role(role), instance, int(epoch, 16))
     except ValueError:
         return None
-    return identity if identity.routing_id == routing_id and identity.epoch < 2**64 else None
+    is_ours = identity.routing_id == routing_id and 0 <= identity.epoch < 2**64
+    return identity if is_ours else None
 
 
 def new_instance_name() -> str:
