@@ -10,7 +10,6 @@ together (`'<|' + role + '|>'`); these are found at rendering time and handled b
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from services.tokenizer.control_tokens import ControlTokens, draw_private_text
 from services.tokenizer.conversation import (
     Conversation,
     Message,
+    TextMapping,
     check_text,
     checked_template_kwargs,
     map_texts,
@@ -57,9 +57,32 @@ class _Variables:
     tools: list[object] | None
     kwargs: dict[str, object]
 
-    def mapped(self, change: Callable[[str], str]) -> _Variables:
-        messages, tools, kwargs = (map_texts(value, change) for value in (self.messages, self.tools, self.kwargs))
-        return _Variables(messages, tools, kwargs)  # type: ignore[arg-type]  # map_texts keeps the shape
+    def mapped(self, mapping: TextMapping) -> _Variables:
+        """Replace all that a client can choose freely, so not the roles."""
+        messages, tools, kwargs = (map_texts(value, mapping) for value in (self.messages, self.tools, self.kwargs))
+        roles = [message["role"] for message in self.messages]
+        return _Variables(
+            [{**message, "role": role} for message, role in zip(messages, roles, strict=True)],  # type: ignore[call-overload]
+            tools,  # type: ignore[arg-type]  # map_texts keeps the shape
+            kwargs,  # type: ignore[arg-type]
+        )
+
+
+class _TextCheck:
+    """Checks every text of a conversation and collects them."""
+
+    def __init__(self, control: ControlTokens) -> None:
+        self._control = control
+        self.texts: list[str] = []
+
+    def value(self, text: str) -> str:
+        check_text(text, "messages")
+        if self._control.holds_private_name(text):
+            raise InvalidTextError("the text holds reserved private-use characters", "messages")
+        self.texts.append(text)
+        return text
+
+    key = value
 
 
 class ChatTemplate:
@@ -114,23 +137,15 @@ class ChatTemplate:
         return self._name_assembled_tokens(name, conversation, variables, texts) or rendered
 
     def _checked_texts(self, variables: _Variables) -> list[str]:
-        texts: list[str] = []
-
-        def collect(text: str) -> str:
-            check_text(text, "messages")
-            if self._control.holds_private_name(text):
-                raise InvalidTextError("the text holds reserved private-use characters", "messages")
-            texts.append(text)
-            return text
-
-        variables.mapped(collect)
-        num_characters = sum(map(len, texts))
+        check = _TextCheck(self._control)
+        variables.mapped(check)
+        num_characters = sum(map(len, check.texts))
         if num_characters > self._limits.max_characters:
             raise TextTooLongError(
                 f"the messages have {num_characters} characters, at most {self._limits.max_characters} can fit",
                 "messages",
             )
-        return texts
+        return check.texts
 
     def _name_assembled_tokens(
         self, name: str, conversation: Conversation, variables: _Variables, texts: list[str]
@@ -138,11 +153,11 @@ class ChatTemplate:
         """Render once more with the clients' text shielded; return None if then no control token is spelled out.
 
         A public spelling in the result came from a client, or from a template that puts control tokens together. With
-        the shield, a client's text lacks every first and last character of a control token: what is found now is the
-        template's, gets its private name, and only then the shield comes off.
+        the shield, a client's text lacks every first and last character of a control token, and no text of a client is
+        a part of one: what is found now is the template's, gets its private name, and only then the shield comes off.
         """
         shield = self._control.shield(texts)
-        shielded = self._render(name, conversation, variables.mapped(shield.raised))
+        shielded = self._render(name, conversation, variables.mapped(shield))
         if not shield.spelled_out(shielded):
             return None
         return shield.lowered(shield.protect(shielded))

@@ -23,7 +23,7 @@ _FIRST_PRIVATE, _NUM_PRIVATE = 0x100000, 0xFFFE
 _FIRST_STAND_IN = 0xF0000
 _WORD_BORDER = re.compile(r"^\w|\w$")
 _MARK_LENGTH = 6
-_NAME_LENGTH = _MARK_LENGTH + 1
+PRIVATE_NAME_LENGTH = _MARK_LENGTH + 1
 
 
 class ControlTokens:
@@ -65,7 +65,7 @@ class ControlTokens:
         Raises:
             UnicodeEncodeError: the text holds a lone surrogate.
         """
-        return len(text.encode("utf-8")) - text.count(self._mark) * _NAME_LENGTH * 4
+        return len(text.encode("utf-8")) - text.count(self._mark) * PRIVATE_NAME_LENGTH * 4
 
     def shield(self, texts: Iterable[str]) -> Shield:
         """Make a shield whose stand-ins occur in none of the texts."""
@@ -73,27 +73,36 @@ class ControlTokens:
 
 
 class Shield:
-    """Takes the first and last characters of control tokens out of clients' texts, and puts them back later.
+    """Takes out of clients' texts what control tokens could be put together from, and puts it back later.
 
-    Each is replaced by a stand-in, one character for one, so that lengths stay. A control token that is spelled out in
-    a text made of shielded parts has at least its first and last character from elsewhere. Tokens that begin or end
-    like a word are left out: taking letters away would change the names of fields that templates look for.
+    The first and last characters of control tokens are replaced by stand-ins, one character for one, so that lengths
+    stay; in a text that is itself a part of a control token (`end`) every character is. So a control token that is
+    spelled out in a text made of shielded parts comes from elsewhere. Tokens that begin or end like a word are left
+    out: taking letters away would change the names of fields that templates look for.
     """
 
     def __init__(self, names: dict[str, str], texts: Iterable[str]) -> None:
         """Draw the stand-ins."""
         self._names = {text: name for text, name in names.items() if not _WORD_BORDER.search(text)}
         self._pattern = _any_of(self._names)
+        self._max_length = max(map(len, self._names), default=0)
         borders = sorted({character for text in self._names for character in (text[0], text[-1])})
+        others = sorted({character for text in self._names for character in text} - set(borders))
         used = set().union(*texts)
         free = (chr(_FIRST_STAND_IN + index) for index in range(_NUM_PRIVATE))
-        stand_ins = list(zip(borders, (c for c in free if c not in used), strict=False))
-        self._raise = str.maketrans(dict(stand_ins))
-        self._lower = str.maketrans({stand_in: border for border, stand_in in stand_ins})
+        stand_ins = dict(zip(borders + others, (c for c in free if c not in used), strict=False))
+        self._for_parts = str.maketrans(stand_ins)
+        self._for_texts = str.maketrans({border: stand_ins[border] for border in borders if border in stand_ins})
+        self._lower = str.maketrans({stand_in: character for character, stand_in in stand_ins.items()})
 
-    def raised(self, text: str) -> str:
+    def value(self, text: str) -> str:
         """Return a client's text with stand-ins."""
-        return text.translate(self._raise)
+        is_part = len(text) <= self._max_length and any(text in name for name in self._names)
+        return text.translate(self._for_parts if is_part else self._for_texts)
+
+    def key(self, text: str) -> str:
+        """Return a key with stand-ins; ordinary ones stay, templates look for them."""
+        return text.translate(self._for_texts)
 
     def lowered(self, text: str) -> str:
         """Return a text with its stand-ins turned back."""

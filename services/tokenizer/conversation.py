@@ -6,9 +6,9 @@ Runs in the tokenizer process, on a pool thread for long conversations; owns not
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from services.tokenizer.prompt_errors import ConversationError, InvalidTextError
 
@@ -89,8 +89,18 @@ def checked_template_kwargs(conversation: Conversation, reserved: frozenset[str]
     return dict(kwargs)
 
 
-def map_texts(value: object, change: Callable[[str], str], depth: int = 0) -> object:
-    """Return a copy of a JSON value with every text in it, keys included, changed.
+class TextMapping(Protocol):
+    """What to do with the texts of a JSON value."""
+
+    def value(self, text: str) -> str:
+        """Return what takes the place of a text."""
+
+    def key(self, text: str) -> str:
+        """Return what takes the place of a key of an object."""
+
+
+def map_texts(value: object, mapping: TextMapping, depth: int = 0) -> object:
+    """Return a copy of a JSON value with every text in it replaced.
 
     Raises:
         ConversationError: nested deeper than 32.
@@ -98,11 +108,11 @@ def map_texts(value: object, change: Callable[[str], str], depth: int = 0) -> ob
     if depth > _MAX_DEPTH:
         raise ConversationError(f"nested deeper than {_MAX_DEPTH}")
     if isinstance(value, str):
-        return change(value)
+        return mapping.value(value)
     if isinstance(value, Mapping):
-        return {change(str(key)): map_texts(item, change, depth + 1) for key, item in value.items()}
+        return {mapping.key(str(key)): map_texts(item, mapping, depth + 1) for key, item in value.items()}
     if isinstance(value, Sequence):
-        return [map_texts(item, change, depth + 1) for item in value]
+        return [map_texts(item, mapping, depth + 1) for item in value]
     return value
 
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from services.model_files.tokenizer import LoadedTokenizer
 from services.tokenizer.chat_template import ChatTemplate
-from services.tokenizer.control_tokens import ControlTokens
+from services.tokenizer.control_tokens import PRIVATE_NAME_LENGTH, ControlTokens
 from services.tokenizer.conversation import Conversation, check_text
 from services.tokenizer.prompt_errors import EncoderBusyError, EncodingFailedError, InvalidTextError, TextTooLongError
 from services.tokenizer.template_sandbox import RenderLimits
@@ -63,7 +63,8 @@ class TextEncoder:
         self._max_bytes = settings.max_tokens * loaded.max_token_bytes
         self._settings = settings
         self._control = ControlTokens(loaded)
-        self.template = ChatTemplate(loaded, self._control, RenderLimits(self._max_bytes), settings.chat_template)
+        limits = RenderLimits(self._max_bytes + PRIVATE_NAME_LENGTH * settings.max_tokens)
+        self.template = ChatTemplate(loaded, self._control, limits, settings.chat_template)
         self._pool = ThreadPoolExecutor(settings.num_threads, thread_name_prefix="encode")
         self._num_waiting = 0
         self._lock = threading.Lock()
