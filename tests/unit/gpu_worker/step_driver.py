@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -51,9 +52,8 @@ class StepDriver:
         """A new row; with `prefix_of`, the whole pages that both share at the start are used and not computed again."""
         pages: list[int] = []
         if prefix_of is not None:
-            num_shared = 0
-            while prefix_of.token_ids[: num_shared + 1] == token_ids[: num_shared + 1]:
-                num_shared += 1
+            pairs = zip(prefix_of.token_ids, token_ids, strict=False)
+            num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             usable = min(num_shared, prefix_of.num_computed_tokens, len(token_ids) - 1)
             pages = prefix_of.page_ids[: usable // self.page_size]
         num_pages = -(-len(token_ids) // self.page_size)
