@@ -44,13 +44,12 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
         words = (words ^ _shifted(words, shift)) * _signed(multiplier)
     words = words ^ _shifted(words, _SHIFTS[-1])
-    fractions = _shifted(words, 64 - _FRACTION_BITS).to(torch.float64)
-    return fractions.mul_(2.0**-_FRACTION_BITS)
+    return _shifted(words, 64 - _FRACTION_BITS).to(torch.float64).mul_(2.0**-_FRACTION_BITS)
 
 
 def _shifted(words: Tensor, shift: int) -> Tensor:
     """A logical shift to the right: int64 tensors shift arithmetically, so the copies of the sign are masked off."""
-    return (words >> shift) & (2 ** (64 - shift) - 1)
+    return torch.bitwise_and(words >> shift, 2 ** (64 - shift) - 1)
 
 
 def _mix(word: int) -> int:

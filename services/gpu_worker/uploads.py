@@ -6,10 +6,14 @@ while the one before runs. From page-locked memory the copy is a matter of the d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Int64s = npt.NDArray[np.int64]
 
 
 def upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
@@ -18,3 +22,9 @@ def upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def upload_together(arrays: Sequence[Int64s], device: torch.device) -> list[Tensor]:
+    """Several one-dimensional arrays in one copy: a tensor for each."""
+    together = upload(np.concatenate(arrays), device)
+    return list(torch.split_with_sizes(together, [len(array) for array in arrays]))

@@ -1,0 +1,107 @@
+"""Small models with random weights in the files of a real one, written without any model library.
+
+For measuring and for tests: config.json and one model.safetensors, named and shaped like a Hugging Face checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SLIDING_WINDOW = 24
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a model is."""
+
+    vocab_size: int = 160
+    hidden_size: int = 64
+    intermediate_size: int = 128
+    num_layers: int = 3
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    max_positions: int = 512
+
+
+def write_checkpoint(folder: Path, family: str, shape: Shape | None = None, seed: int = 0) -> Path:
+    """Writes a float32 model of a family into a new folder, and returns the folder."""
+    shape = shape or Shape()
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(_config(family, shape)), encoding="utf-8")
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.randn(size, generator=generator) * (0.2 if len(size) > 1 else 0.1) + (1.0 if "norm" in name else 0)
+        for name, size in _sizes(family, shape).items()
+    }
+    write_safetensors(folder / "model.safetensors", tensors)
+    return folder
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes float32 tensors: the length of a JSON header, the header, the numbers."""
+    header: dict[str, object] = {}
+    start = 0
+    for name, tensor in tensors.items():
+        end = start + 4 * tensor.numel()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            file.write(tensor.contiguous().numpy().tobytes())
+
+
+def _config(family: str, shape: Shape) -> dict[str, object]:
+    config: dict[str, object] = {
+        "model_type": family,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": shape.max_positions,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    if family == "mistral":
+        config["sliding_window"] = SLIDING_WINDOW
+    return config
+
+
+def _sizes(family: str, shape: Shape) -> dict[str, tuple[int, ...]]:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
+    for index in range(shape.num_layers):
+        layer = f"model.layers.{index}"
+        sizes |= {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.self_attn.q_proj.weight": (queries, hidden),
+            f"{layer}.self_attn.k_proj.weight": (keys, hidden),
+            f"{layer}.self_attn.v_proj.weight": (keys, hidden),
+            f"{layer}.self_attn.o_proj.weight": (hidden, queries),
+            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
+            f"{layer}.mlp.up_proj.weight": (inner, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, inner),
+        }
+        if family == "qwen2":
+            sizes |= {f"{layer}.self_attn.{name}_proj.bias": (size,) for name, size in
+                      (("q", queries), ("k", keys), ("v", keys))}  # fmt: skip
+        if family == "qwen3":
+            sizes |= {f"{layer}.self_attn.{name}_norm.weight": (shape.head_dim,) for name in ("q", "k")}
+    return sizes | {"model.norm.weight": (hidden,), "lm_head.weight": (shape.vocab_size, hidden)}

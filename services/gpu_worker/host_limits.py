@@ -1,0 +1,82 @@
+"""gpu_worker: what this process may use of its host: cores and memory, inside a container too.
+
+A container's limits stand in its control group, which the usual calls do not look at: a worker with 2 cores of 64 that
+starts 64 threads is many times slower than with 2.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def num_cores(cgroup: Path = _CGROUP) -> int:
+    """Cores that this process may run on, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    words = _words(cgroup / "cpu.max") or _words(cgroup / "cpu/cpu.cfs_quota_us") + _words(
+        cgroup / "cpu/cpu.cfs_period_us"
+    )
+    if len(words) == 2 and words[0].isdigit() and int(words[1]) > 0:
+        return max(1, min(cores, -(-int(words[0]) // int(words[1]))))
+    return cores
+
+
+def total_memory_bytes(cgroup: Path = _CGROUP) -> int:
+    """Memory that this process may fill at most."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [_number(cgroup / "memory.max"), _number(cgroup / "memory/memory.limit_in_bytes")]
+    return min([total, *(limit for limit in limits if limit is not None)])
+
+
+def available_memory_bytes(cgroup: Path = _CGROUP) -> int:
+    """Memory that can still be filled without pushing anything out."""
+    total = total_memory_bytes(cgroup)
+    available = _meminfo("MemAvailable")
+    used = _number(cgroup / "memory.current") or _number(cgroup / "memory/memory.usage_in_bytes") or 0
+    # Where the system does not tell, half of the memory is a guess that leaves room for the others.
+    return min(total // 2 if available is None else available, max(0, total - used))
+
+
+def peak_growth_bytes(run: Callable[[], None]) -> int:
+    """By how much the resident memory of this process grew at most while `run` ran.
+
+    Where the system cannot forget the highest mark of the past (outside Linux), only growth beyond that is seen.
+    """
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = _own_memory("VmRSS")
+    run()
+    return max(0, _own_memory("VmHWM") - before)
+
+
+def _own_memory(name: str) -> int:
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _meminfo(name: str) -> int | None:
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").split()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    words = _words(path)
+    return int(words[0]) if words and words[0].isdigit() else None

@@ -1,0 +1,92 @@
+"""gpu_worker: how fast this model runs on this device, measured before the first request.
+
+What comes out decides the default prefill chunk: as many tokens as run in 300 ms on a CPU and in 50 ms on a GPU, so
+that a long prompt never holds the decoding requests up for longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from services.gpu_worker.model_runner import ModelRunner
+
+CPU_CHUNK_S = 0.3
+GPU_CHUNK_S = 0.05
+_CHUNK_STEP = 16
+_MIN_CHUNK = 64  # a smaller one reads all weights for so few tokens that prompts take several times as long
+_MAX_CHUNK = 8192
+_MAX_TOTAL_S = 1.5  # the start does not wait longer than this for a better number
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """What was measured.
+
+    Attributes:
+        chunk_tokens: the prefill chunk, a multiple of 16.
+        chunk_s: seconds that it takes.
+        decode_s: seconds of a step with one token.
+    """
+
+    chunk_tokens: int
+    chunk_s: float
+    decode_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt tokens computed a second."""
+        return self.chunk_tokens / self.chunk_s
+
+
+def warm_up(runner: ModelRunner, pump: Callable[[], None]) -> WarmUp:
+    """Runs prefills of growing size on the dummy page until one takes as long as a chunk may.
+
+    Args:
+        runner: the model; its pool needs no pages.
+        pump: called between steps, to say that this process lives.
+    """
+    limit_s = CPU_CHUNK_S if runner.kv_cache.keys.is_cpu else GPU_CHUNK_S
+    started = perf_counter()
+    _run(runner, _MIN_CHUNK)  # the first step of a process pays for what is set up once
+    pump()
+    decode_s = _run(runner, 1)
+    num_tokens, seconds = _MIN_CHUNK, _best_of_two(runner, _MIN_CHUNK)
+    while seconds < 0.8 * limit_s and num_tokens < _MAX_CHUNK and perf_counter() - started < _MAX_TOTAL_S:
+        pump()
+        num_tokens = _next_size(num_tokens, seconds, limit_s)
+        seconds = _best_of_two(runner, num_tokens)
+    pump()
+    chunk = max(_MIN_CHUNK, min(_MAX_CHUNK, _rounded(num_tokens * min(2.0, limit_s / seconds))))
+    return WarmUp(chunk, seconds * chunk / num_tokens, decode_s)
+
+
+def _next_size(num_tokens: int, seconds: float, limit_s: float) -> int:
+    """Towards the limit, at most four times as many: a small step says little about a large one."""
+    factor = min(4.0, max(1.25, limit_s / seconds))
+    return min(_MAX_CHUNK, max(num_tokens + _CHUNK_STEP, _rounded(num_tokens * factor)))
+
+
+def _rounded(num_tokens: float) -> int:
+    return int(num_tokens) // _CHUNK_STEP * _CHUNK_STEP
+
+
+def _best_of_two(runner: ModelRunner, num_tokens: int) -> float:
+    """The shorter of two runs: whatever else the machine does only makes one longer."""
+    return min(_run(runner, num_tokens), _run(runner, num_tokens))
+
+
+def _run(runner: ModelRunner, num_tokens: int) -> float:
+    """Seconds of one step with so many tokens of one row."""
+    device = runner.kv_cache.keys.device
+    inputs = runner.dummy_inputs(num_tokens, 1)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = perf_counter()
+    runner.forward(inputs)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter() - begin
