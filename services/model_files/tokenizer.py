@@ -5,7 +5,6 @@ Only the tokenizer service imports this module (and `gguf_tokenizer`): the other
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 import tokenizers
@@ -92,7 +91,7 @@ def _from_folder(files: ModelFiles) -> tuple[Tokenizer, TokenizerConfig]:
     spec = read_json_object(path)
     config = tokenizer_config_of_folder(files, spec)
     try:
-        tokenizer = Tokenizer.from_str(json.dumps(spec, ensure_ascii=False))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise ModelFileError(path, f"is refused by the tokenizers library: {error}") from None
     _add_tokens(files, tokenizer, config)
