@@ -10,6 +10,7 @@ epoch is another one, and the session greets again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from services.wire.endpoints import Identity
@@ -44,9 +45,9 @@ class SchedulerSession:
         self.identity = identity
         self.state = State.STARTING
         self.progress = 0
-        self.worker_card: WorkerCard | None = None
         self.scheduler_epoch: int | None = None
         self.members: tuple[Member, ...] = ()
+        self._worker_card: WorkerCard | None = None
         self._address = address
         self._snapshot = snapshot
         self._next_send_s = now_s
@@ -56,6 +57,18 @@ class SchedulerSession:
     def is_welcome(self) -> bool:
         """Whether the scheduler that runs now has accepted this process."""
         return self.scheduler_epoch is not None
+
+    @property
+    def worker_card(self) -> WorkerCard | None:
+        """What a worker brings; a new one is told by a new greeting, at once."""
+        return self._worker_card
+
+    @worker_card.setter
+    def worker_card(self, card: WorkerCard | None) -> None:
+        if card != self._worker_card:
+            self._worker_card = card
+            self.scheduler_epoch = None
+            self._next_send_s = -math.inf
 
     def set_state(self, state: State, now_s: float) -> None:
         """Changes the state; it is told at once."""
@@ -83,7 +96,7 @@ class SchedulerSession:
                     epoch,
                     self._address,
                     self.state,
-                    self.worker_card,
+                    self._worker_card,
                 )
             ]
         return [Heartbeat(epoch, self.state, self.progress, dict(self._snapshot()))]

@@ -1,0 +1,92 @@
+"""Every setting is documented, bounded, and can be set in all three ways."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.runtime.config import _RANGES, Settings, SettingsError, add_flags, load_settings
+
+FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+OTHER_VALUES = {"str": "other", "int": 3, "float": 0.5, "bool": True}
+
+
+def with_value(name: str, value: Any) -> Settings:
+    return dataclasses.replace(Settings(), **{name: value})
+
+
+def other_value(field: dataclasses.Field[object]) -> object:
+    """A legal value that is not the default."""
+    if field.metadata["choices"]:
+        return next(choice for choice in field.metadata["choices"] if choice != field.default)
+    value = OTHER_VALUES[str(field.type)]
+    if field.name == "max_body_bytes":
+        return 2048
+    return (not field.default) if isinstance(value, bool) else value
+
+
+def test_every_setting_has_a_line_of_help_and_appears_in_it() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    text = parser.format_help()
+    for field in FIELDS.values():
+        assert len(field.metadata["help"]) > 5
+        assert "--" + field.name.replace("_", "-") in text
+
+
+def test_every_number_has_a_range_that_its_default_is_in() -> None:
+    numbers = {name for name, field in FIELDS.items() if field.type in ("int", "float")}
+    assert {name for name, _, _ in _RANGES} == numbers
+    assert all(low <= getattr(Settings(), name) <= high for name, low, high in _RANGES)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_setting_can_be_a_flag_a_variable_and_a_line_of_the_file(name: str, tmp_path: Path) -> None:
+    value = other_value(FIELDS[name])
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    flag = "--" + name.replace("_", "-")
+    path = tmp_path / "tokenway.toml"
+    path.write_text(f"{name} = {repr(value) if isinstance(value, str) else text}\n")
+    expected = with_value(name, value)
+    arguments = [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, text]
+    assert load_settings(arguments, {}) == expected
+    assert load_settings([], {f"TOKENWAY_{name.upper()}": text}) == expected
+    assert load_settings(["--config", str(path)], {}) == expected
+    assert load_settings([], expected.as_environment()) == expected
+
+
+@pytest.mark.parametrize(("name", "low", "high"), _RANGES)
+def test_every_bound_is_kept(name: str, low: float, high: float) -> None:
+    for value in (low, high):
+        assert getattr(with_value(name, value), name) == value
+    for value in (low - 1, high + 1, float("nan")):
+        with pytest.raises(SettingsError, match=name.replace("_", "-")):
+            with_value(name, value)
+
+
+@pytest.mark.parametrize("text", ["inf", "-inf", "nan", "1e400", "[1]", "{a = 1}", "1979-05-27", "'1.5'", "''"])
+def test_values_that_are_no_number_are_refused_as_one(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "tokenway.toml"
+    path.write_text(f"port = {text}\n")
+    with pytest.raises(SettingsError, match="--port must be"):
+        load_settings(["--config", str(path)], {})
+
+
+@pytest.mark.parametrize("name", ["a/b", "../x", "a b", "ü", "x" * 65, "a\n"])
+def test_instance_names_fit_into_file_names(name: str) -> None:
+    with pytest.raises(SettingsError, match="--instance"):
+        Settings(instance=name)
+
+
+def test_a_model_given_twice_is_an_error() -> None:
+    with pytest.raises(SettingsError, match="given twice: 'a' and --model 'b'"):
+        load_settings(["a", "--model", "b"], {})
+
+
+def test_settings_never_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().port = 1  # type: ignore[misc]
