@@ -13,8 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from services.gpu_worker.uploads import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,6 @@ class KvCache:
         """Clears pages in all layers, so that what a failed row left (NaN) cannot reach whoever gets the page next."""
         if any(not 0 <= page_id < self.num_pages for page_id in page_ids):
             raise ValueError(f"pages to clear must lie in [0, {self.num_pages}): {list(page_ids)}")
-        index = torch.tensor(page_ids, dtype=torch.int64, device=self.keys.device)
+        index = upload(np.array(page_ids, dtype=np.int64), self.keys.device)
         self.keys.index_fill_(1, index, 0)
         self.values.index_fill_(1, index, 0)

@@ -88,7 +88,7 @@ class StepInputs:
 
 
 def build_step_inputs(rows: Sequence[StepRow], page_size: int, device: torch.device) -> StepInputs:
-    """Lays out rows as tensors.
+    """Lays out rows as tensors, the obvious way; what builds a step faster must agree with it.
 
     Args:
         rows: at least one row, each with at least one new token.

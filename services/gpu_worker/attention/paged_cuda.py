@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,6 +17,7 @@ from torch.nn import functional
 from services.gpu_worker.attention.row_span import RowSpan, additive_mask, attend_span, row_spans
 from services.gpu_worker.kv_cache import KvCache
 from services.gpu_worker.step_inputs import StepInputs
+from services.gpu_worker.uploads import upload
 
 # Largest gathered block of keys (and of values) in elements: 64 Mi, 128 MiB in half precision.
 _MAX_BLOCK_ELEMENTS = 64 * 1024 * 1024
@@ -63,14 +65,16 @@ class PagedCudaStep:
 
     def _lay_out(self, window: int | None) -> _Layout:
         spans = row_spans(self._inputs, window)
-        dtype, device = self._kv_cache.shape.dtype, self._inputs.positions.device
-        contexts = [
-            _Context(span, additive_mask(span, window, dtype, device), self._slots([span])[0, : span.length])
-            for span in spans
-            if span.num_new > 1
-        ]
-        blocks = [self._decode_block(group) for group in self._groups([span for span in spans if span.num_new == 1])]
-        return _Layout(blocks, contexts)
+        decoding = [span for span in spans if span.num_new == 1]
+        return _Layout(
+            blocks=[self._decode_block(group) for group in self._groups(decoding)],
+            contexts=[self._context(span, window) for span in spans if span.num_new > 1],
+        )
+
+    def _context(self, span: RowSpan, window: int | None) -> _Context:
+        mask = additive_mask(span, window, self._kv_cache.shape.dtype, self._inputs.positions.device)
+        _, _, slots = self._places([span])
+        return _Context(span, mask, slots[0])
 
     def _groups(self, spans: list[RowSpan]) -> Iterator[list[RowSpan]]:
         """Decoding rows, shortest first, in groups whose padded size stays under the bound."""
@@ -88,25 +92,26 @@ class PagedCudaStep:
             yield group
 
     def _decode_block(self, spans: list[RowSpan]) -> _DecodeBlock:
-        device = self._inputs.positions.device
-        lengths = torch.tensor([span.length for span in spans], device=device)
-        tokens = torch.tensor([span.tokens.start for span in spans], device=device)
-        slots = self._slots(spans)  # [num_spans, longest]
-        is_padding = torch.arange(slots.shape[1], device=device) >= lengths[:, None]  # [num_spans, longest]
+        tokens, lengths, slots = self._places(spans)
+        is_padding = torch.arange(slots.shape[1], device=slots.device) >= lengths[:, None]  # [num_spans, longest]
         mask = torch.zeros_like(slots, dtype=self._kv_cache.shape.dtype).masked_fill_(is_padding, float("-inf"))
         return _DecodeBlock(tokens, slots, mask[:, None, None])
 
-    def _slots(self, spans: list[RowSpan]) -> Tensor:
-        """Slots of the spans in order, [num_spans, longest] int64; a shorter row repeats its last slot."""
+    def _places(self, spans: list[RowSpan]) -> tuple[Tensor, Tensor, Tensor]:
+        """Where spans lie, int64 on the device.
+
+        Returns:
+            First new token of each [num_spans], its length [num_spans], and its slots in order [num_spans, longest]; a
+            shorter span repeats its last slot.
+        """
+        numbers = [[span.tokens.start, span.row, span.first, span.length] for span in spans]
         device = self._inputs.positions.device
+        tokens, rows, firsts, lengths = upload(np.array(numbers, dtype=np.int64).T, device)
+        offsets = torch.arange(max(span.length for span in spans), device=device)
+        positions = firsts[:, None] + offsets.minimum(lengths[:, None] - 1)  # [num_spans, longest]
         page_size = self._kv_cache.shape.page_size
-        rows = torch.tensor([span.row for span in spans], device=device)
-        firsts = torch.tensor([span.first for span in spans], device=device)
-        ends = torch.tensor([span.end for span in spans], device=device)
-        positions = firsts[:, None] + torch.arange(max(span.length for span in spans), device=device)
-        positions = positions.minimum(ends[:, None] - 1)
         pages = self._inputs.page_table[rows[:, None], positions // page_size]
-        return pages * page_size + positions % page_size
+        return tokens, lengths, pages * page_size + positions % page_size
 
 
 @dataclass(frozen=True, slots=True)

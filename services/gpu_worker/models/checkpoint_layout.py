@@ -25,7 +25,7 @@ class Placement:
 
 
 def allocate_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
-    """The weights of a model, not yet filled.
+    """The weights of a model, not yet filled, beside the constants that follow from its configuration.
 
     Args:
         config: the model.
@@ -60,7 +60,8 @@ def allocate_weights(config: ModelConfig, dtype: torch.dtype, device: torch.devi
     )
     embedding = empty(config.vocab_size, hidden)
     head = embedding if config.tie_word_embeddings else empty(config.vocab_size, hidden)
-    return DecoderWeights(embedding, layers, empty(hidden), head)
+    frequencies = torch.tensor(config.rotary.inverse_frequencies, dtype=torch.float32, device=device)
+    return DecoderWeights(embedding, layers, empty(hidden), head, frequencies)
 
 
 def placements(config: ModelConfig, weights: DecoderWeights) -> Iterator[Placement]:

@@ -33,7 +33,7 @@ def decoder_forward(
         [num_sampling_rows, vocab_size] float32: the logits at `inputs.sample_indices`.
     """
     hidden = functional.embedding(inputs.input_ids, weights.embedding)  # [num_tokens, hidden_size]
-    cos_sin = rotary_cos_sin(config.rotary, inputs.positions, hidden.dtype)
+    cos_sin = rotary_cos_sin(weights.rotary_frequencies, config.rotary.attention_scale, inputs.positions, hidden.dtype)
     project_qkv = FAMILIES[config.model_type].project_qkv
     for index, layer in enumerate(weights.layers):
         x = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)

@@ -52,9 +52,11 @@ class DecoderWeights:
         layers: num_layers of them.
         final_norm: [hidden_size].
         head: [vocab_size, hidden_size]; the very same tensor as `embedding` where the two are tied.
+        rotary_frequencies: [head_dim / 2] float32, from the configuration, not from the checkpoint.
     """
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: Tensor
+    rotary_frequencies: Tensor

@@ -70,11 +70,12 @@ def parse_rotary(fields: ConfigFields, head_dim: int, max_positions: int) -> Rot
     return RotaryConfig(_as_floats(frequencies), scale)
 
 
-def rotary_cos_sin(rotary: RotaryConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_cos_sin(frequencies: Tensor, scale: float, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine for `rotate`, computed once a step in float32 and rounded to the model's dtype.
 
     Args:
-        rotary: the model's frequencies.
+        frequencies: [head_dim / 2] float32, `RotaryConfig.inverse_frequencies` on the device.
+        scale: `RotaryConfig.attention_scale`.
         positions: [num_tokens] int64.
         dtype: of the model.
 
@@ -82,10 +83,9 @@ def rotary_cos_sin(rotary: RotaryConfig, positions: Tensor, dtype: torch.dtype) 
         Two tensors [num_tokens, 1, head_dim]: the cosine of both halves of a head, and the sine, negated for the first
         half.
     """
-    frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=positions.device)
     angles = positions.to(torch.float32)[:, None] * frequencies  # [num_tokens, head_dim / 2]
-    cos = angles.cos() * rotary.attention_scale
-    sin = angles.sin() * rotary.attention_scale
+    cos = angles.cos() * scale
+    sin = angles.sin() * scale
     both_cos = torch.cat((cos, cos), dim=-1).to(dtype)  # [num_tokens, head_dim]
     both_sin = torch.cat((-sin, sin), dim=-1).to(dtype)  # [num_tokens, head_dim]
     return both_cos[:, None], both_sin[:, None]  # [num_tokens, 1, head_dim] each

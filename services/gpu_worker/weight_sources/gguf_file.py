@@ -10,8 +10,6 @@ rows of the query and key projections. There a head keeps the two halves of each
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -58,29 +56,19 @@ class GgufFile:
             ModelFileError: a type that cannot be decoded, rows that are not whole blocks, or a tensor that runs over
                 the end of the file.
         """
-        self._path = header.path
+        self.path = header.path
         self._interleaved_head_dim = interleaved_head_dim
-        self._tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         self._formats: dict[str, BlockFormat] = {}
         size = header.path.stat().st_size
         formats = {kind: block_format(kind) for kind in {entry.ggml_type for entry in header.tensors.values()}}
         for entry in header.tensors.values():
             name = checkpoint_name(entry.name)
-            self._formats[name], self._tensors[name] = _describe(header, entry, formats[entry.ggml_type], size)
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self._path
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """See `WeightSource.tensors`."""
-        return self._tensors
+            self._formats[name], self.tensors[name] = _describe(header, entry, formats[entry.ggml_type], size)
 
     def load(self, name: str, target: Tensor, meter: LoadMeter) -> None:
         """See `WeightSource.load`. A few rows at a time are read, decoded and put in their place."""
-        tensor, layout = self._tensors[name], self._formats[name]
+        tensor, layout = self.tensors[name], self._formats[name]
         head_dim = self._interleaved_head_dim if _INTERLEAVED.search(name) else None
         rows = target if target.dim() > 1 or head_dim else target[None]  # a vector is one row, unless heads are in it
         row_length = rows[0].numel()

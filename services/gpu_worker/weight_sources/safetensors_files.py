@@ -11,7 +11,6 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeGuard
 
@@ -38,8 +37,8 @@ class SafetensorsFiles:
             ModelFileError: no file, a missing shard, a damaged header, a file shorter or longer than its header says, a
                 tensor in two files or not where the index says; the message names the file and the tensor.
         """
-        self._path = folder
-        self._tensors: dict[str, StoredTensor] = {}
+        self.path = folder
+        self.tensors: dict[str, StoredTensor] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         single = folder / _SINGLE_FILE
         if single.is_file():
@@ -49,19 +48,9 @@ class SafetensorsFiles:
         else:
             raise ModelFileError(folder, _nothing_to_read(folder))
 
-    @property
-    def path(self) -> Path:
-        """The folder."""
-        return self._path
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """See `WeightSource.tensors`."""
-        return self._tensors
-
     def load(self, name: str, target: Tensor, meter: LoadMeter) -> None:
         """See `WeightSource.load`. Same dtype, on the CPU: read in place; else through a buffer of bounded size."""
-        tensor, dtype = self._tensors[name], self._dtypes[name]
+        tensor, dtype = self.tensors[name], self._dtypes[name]
         flat = target.view(-1)
         if flat.dtype == dtype and flat.device.type == "cpu":
             meter.read(tensor, 0, flat.view(torch.uint8))
@@ -92,7 +81,7 @@ class SafetensorsFiles:
         for file_name in dict.fromkeys(weight_map.values()):
             self._add_file(index_path.parent / file_name)
         for name, file_name in weight_map.items():
-            if name not in self._tensors or self._tensors[name].file.name != file_name:
+            if name not in self.tensors or self.tensors[name].file.name != file_name:
                 raise ModelFileError(
                     index_path.parent / file_name, f"has no tensor {name}, which {index_path.name} names"
                 )
@@ -104,10 +93,10 @@ class SafetensorsFiles:
         for name, (dtype, shape, begin, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
             if begin != end:
                 raise ModelFileError(path, f"tensor {name}: data does not start where the one before ends")
-            if name in self._tensors:
-                raise ModelFileError(path, f"tensor {name} is in {self._tensors[name].file.name} as well")
+            if name in self.tensors:
+                raise ModelFileError(path, f"tensor {name} is in {self.tensors[name].file.name} as well")
             end = stop
-            self._tensors[name] = StoredTensor(name, path, shape, data_start + begin, stop - begin)
+            self.tensors[name] = StoredTensor(name, path, shape, data_start + begin, stop - begin)
             self._dtypes[name] = dtype
         if end != data_length:
             problem = (

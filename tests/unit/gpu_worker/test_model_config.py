@@ -176,11 +176,12 @@ def test_wgt_06_frequencies_of_transformers(kind: str, fields: dict[str, object]
 
 def test_rotation_turns_each_pair_by_its_angle() -> None:
     rotary = parse(head_dim=8, rope_scaling={"rope_type": "yarn", **YARN}).rotary
+    frequencies = torch.tensor(rotary.inverse_frequencies)
     heads = torch.randn(5, 3, 8, dtype=torch.float64)
     positions = torch.tensor([0, 1, 7, 100, 4000])
-    turned = rotate(heads, *rotary_cos_sin(rotary, positions, torch.float64))
+    turned = rotate(heads, *rotary_cos_sin(frequencies, rotary.attention_scale, positions, torch.float64))
     first, second = torch.complex(heads[..., :4], heads[..., 4:]), torch.complex(turned[..., :4], turned[..., 4:])
-    angles = positions[:, None, None].double() * torch.tensor(rotary.inverse_frequencies).double()
+    angles = positions[:, None, None].double() * frequencies.double()
     expected = first * torch.polar(torch.full_like(angles, rotary.attention_scale), angles)
     torch.testing.assert_close(second, expected, rtol=1e-3, atol=1e-3)
 

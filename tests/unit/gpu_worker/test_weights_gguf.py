@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import transformers
 from gguf import quants
 from safetensors.torch import load_file
 from torch import Tensor
@@ -50,6 +51,15 @@ GGUF_NAMES = {
     for theirs, ours in NAMES.items()
     for layer in range(3)
     for kind in (".weight", ".bias")
+}
+
+LLAMA31 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }
 
 Array = npt.NDArray[np.float32]
@@ -138,13 +148,22 @@ def test_large_tensors_are_read_piece_by_piece(name: str, tmp_path: Path, monkey
 def test_biases_of_the_architecture_llama_are_interleaved_too(tmp_path: Path) -> None:
     tiny = make_tiny_model("llama-biases-tied-llama3", tmp_path / "folder")
     layer = load_model(open_model(tiny.folder), CPU).weights.layers[1]
-    # GGUF keeps no parameters for llama3 frequencies but a tensor; the weights are what counts here.
     model = load(write_as_gguf(tiny, tmp_path / "model.gguf"))
     assert model.weights.head is model.weights.embedding
     for mine, theirs in ((model.weights.layers[1].qkv_bias, layer.qkv_bias), (model.weights.layers[1].qkv, layer.qkv)):
         assert mine is not None
         assert theirs is not None
         assert torch.equal(mine, theirs)
+
+
+def test_wgt_06_llama3_frequencies_come_from_their_tensor(llama: TinyModel, tmp_path: Path) -> None:
+    """GGUF keeps no parameters for them, but the divisors of the plain frequencies (here factor 8 of Llama 3.1)."""
+    theirs = transformers.LlamaConfig(head_dim=16, max_position_embeddings=8192, rope_parameters=dict(LLAMA31))
+    embedding = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
+    plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
+    change = with_value("rope_freqs.weight", (plain / embedding.inv_freq).numpy())
+    model = load(write_as_gguf(llama, tmp_path / "model.gguf", change=change))
+    torch.testing.assert_close(model.weights.rotary_frequencies, embedding.inv_freq, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
