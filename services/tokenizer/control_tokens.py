@@ -40,6 +40,7 @@ class ControlTokens:
         self._names = {text: self._mark + chr(_FIRST_PRIVATE + index) for index, text in enumerate(contents)}
         self._texts = {name: text for text, name in self._names.items()}
         self._pattern = _any_of(contents)
+        self._any_name = re.compile(re.escape(self._mark) + ".", re.DOTALL)
         self.tokenizer = _renamed(loaded, self._names)
 
     def protect(self, text: str) -> str:
@@ -48,8 +49,7 @@ class ControlTokens:
 
     def reveal(self, text: str) -> str:
         """Put the control tokens back for their private names: the text as the model's own tokenizer spells it."""
-        name = re.compile(re.escape(self._mark) + ".", re.DOTALL)
-        return name.sub(lambda match: self._texts.get(match[0], match[0]), text)
+        return self._any_name.sub(lambda match: self._texts.get(match[0], match[0]), text)
 
     def spelled_out(self, text: str) -> bool:
         """Return whether a control token stands in the text under its public spelling."""

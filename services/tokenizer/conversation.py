@@ -48,7 +48,7 @@ class Conversation:
             return False
         num_characters = 0
         for message in self.messages:
-            content = message.get("content")
+            content = message.get("content") if isinstance(message, Mapping) else None
             if not isinstance(content, str) or message.get("tool_calls"):
                 return False
             num_characters += len(content)
