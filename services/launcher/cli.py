@@ -1,11 +1,10 @@
-"""The command `tokenway`: serve, models, health."""
+"""The command `tokenway`: serve, models."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from importlib.metadata import PackageNotFoundError, version
@@ -18,8 +17,7 @@ from services.launcher.progress import HttpStartup, SilentStartup, show
 from services.launcher.run_directory import given_run_directory, new_run_directory
 from services.launcher.supervisor import EXIT_INTERRUPTED, Patience, Startup, Supervisor
 from services.runtime.config import Settings, SettingsError, add_flags, inherited_environment, load_settings
-from services.runtime.health import unhealthy_reason
-from services.runtime.service import EXIT_BAD_START, EXIT_FAILURE, StartError
+from services.runtime.service import EXIT_BAD_START, StartError
 from services.wire.errors import WireError
 from services.wire.messages import Role
 
@@ -37,8 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         match words:
             case ["serve", *rest]:
                 return _serve(rest)
-            case ["health", *rest]:
-                return _health(rest)
             case _:
                 return _models(parser.parse_args(words))
     except (SettingsError, StartError, WireError) as error:
@@ -53,7 +49,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tokenway {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("serve", help="start a server (`tokenway serve --help` lists every setting)", add_help=False)
-    commands.add_parser("health", help="tell whether the processes of a run directory work: status 0 or 1")
     models = commands.add_parser("models", help="list the models known by name and what lies on this disk")
     actions = models.add_subparsers(dest="action", metavar="pull")
     pull = actions.add_parser("pull", help="fetch a model")
@@ -141,15 +136,6 @@ def _startup(settings: Settings, specs: Sequence[ChildSpec], roles: Sequence[Rol
     if Role.TOKENIZER in roles:
         return HttpStartup(settings.host, settings.port, [spec.name for spec in specs])
     return SilentStartup(specs[0].name)
-
-
-def _health(arguments: Sequence[str]) -> int:
-    settings = load_settings(arguments)
-    if not settings.run_dir:
-        raise SettingsError("set --run-dir: the directory that the server was started with")
-    reason = unhealthy_reason(Path(settings.run_dir), time.monotonic())
-    print(reason or "healthy")
-    return EXIT_FAILURE if reason else 0
 
 
 def _models(arguments: argparse.Namespace) -> int:

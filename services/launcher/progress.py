@@ -1,4 +1,7 @@
-"""What the launcher shows while a group starts: what it waits for, then where it listens and what to try."""
+"""What the launcher shows while a group starts: what it starts, then where it listens and what to try.
+
+The processes' own log lines pass in between: the worker's tell how far the weights are.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def show(text: str) -> None:
 
 
 class HttpStartup:
-    """Asks the group's tokenizers whether they are ready, and shows each new reason why not.
+    """Asks the group's tokenizers whether they are ready, and says so once.
 
     It asks in a thread of its own, so that the supervisor answers a signal at once while a check is under way.
     """
@@ -47,18 +50,13 @@ class HttpStartup:
         self._cancelled.set()
 
     def _watch(self) -> None:
-        shown = None
         while not self._cancelled.wait(_LOOK_INTERVAL_S):
-            status, answer = self._get("/ready")
+            status, _ = self._get("/ready")
             if status == 200:
                 _, models = self._get("/v1/models")
                 if not self._cancelled.is_set():
                     show(_welcome(self.url, _first_model(models), time.monotonic() - self._started_s))
                 return
-            reason = _error_message(answer)
-            if reason and reason != shown and not self._cancelled.is_set():
-                shown = reason
-                show(f"  {time.monotonic() - self._started_s:5.1f} s  {reason}")
 
     def _get(self, path: str) -> tuple[int, object]:
         """Status and JSON body of a GET; (0, None) when nobody answers with one in time."""
@@ -92,13 +90,6 @@ def _local_url(host: str, port: int) -> str:
     """Where a client on this machine reaches a server that listens on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _error_message(answer: object) -> str:
-    match answer:
-        case {"error": {"message": str(message)}}:
-            return message
-    return ""
 
 
 def _first_model(models: object) -> str:

@@ -2,11 +2,14 @@
 
 A container's health check reads it. No pulse: the process has not joined its group yet. An old one: its loop is stuck,
 though the process runs.
+
+    python -m services.runtime.health RUN_DIR      status 0, or 1 and the reason; imports little: it runs often
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -48,3 +51,9 @@ def unhealthy_reason(directory: Path, now_s: float) -> str | None:
         if age_s > PULSE_LIMIT_S:
             return f"the loop of {path.stem} has not come round for {age_s:.0f} s"
     return None
+
+
+if __name__ == "__main__":
+    reason = unhealthy_reason(Path(sys.argv[1]), time.monotonic())
+    print(reason or "healthy")
+    sys.exit(reason is not None)

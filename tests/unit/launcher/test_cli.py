@@ -14,7 +14,6 @@ import pytest
 
 from services.launcher.cli import main
 from services.runtime.config import Settings
-from services.runtime.health import PULSE_LIMIT_S, Pulse, unhealthy_reason
 
 _ROOT = Path(__file__).parents[3]
 
@@ -79,25 +78,3 @@ def test_models_lists_the_demo_model_and_where_it_lies(
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split()[0] == "smollm2:135m" and line.endswith(str(smollm2_path)) for line in lines)
     assert lines[-1] == f"models fetched by name go to {tmp_path}"
-
-
-def test_health_tells_a_beating_loop_from_a_stuck_one(tmp_path: Path) -> None:
-    assert unhealthy_reason(tmp_path, time.monotonic()) == f"nothing runs in {tmp_path}"
-    pulse = Pulse(tmp_path, "scheduler-0")
-    assert unhealthy_reason(tmp_path, time.monotonic()) == "scheduler-0 has not joined its group yet"
-    pulse.beat()
-    now_s = time.monotonic()
-    assert unhealthy_reason(tmp_path, now_s) is None
-    late = unhealthy_reason(tmp_path, now_s + PULSE_LIMIT_S + 1)
-    assert late is not None
-    assert late.startswith("the loop of scheduler-0 has not come round for 11 s")
-
-
-def test_the_health_command_ends_with_0_only_for_a_beating_loop(tmp_path: Path) -> None:
-    pulse = Pulse(tmp_path, "gpu_worker-0")
-    starting = _tokenway("health", TOKENWAY_RUN_DIR=str(tmp_path))
-    assert (starting.returncode, starting.stdout) == (1, "gpu_worker-0 has not joined its group yet\n")
-    pulse.beat()
-    beating = _tokenway("health", TOKENWAY_RUN_DIR=str(tmp_path))
-    assert (beating.returncode, beating.stdout) == (0, "healthy\n")
-    assert _tokenway("health").returncode == 2
