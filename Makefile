@@ -1,5 +1,6 @@
 # make serve       environment, demo model and server in one go      PORT=8000 MODEL=smollm2:135m ARGS="--num-tokenizers 2"
 # make test        what every change must pass, within 8 minutes on two cores
+# make test-pairwise  the real model's texts under settings chosen pairwise
 # make test-all    the long tests too        make test-gpu      those that need a CUDA device
 # make test-compose  the containers, for real: needs a Docker engine
 # make lint        ruff, mypy, import rules  make format        let ruff rewrite
@@ -21,7 +22,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help serve test test-all test-gpu test-compose lint format clean
+.PHONY: help serve test test-all test-pairwise test-gpu test-compose lint format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -34,6 +35,9 @@ test: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(PYTEST) -m "not gpu and not compose" -n $(TEST_WORKERS) $(ARGS)
+
+test-pairwise: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m pairwise $(ARGS)
 
 test-gpu: $(VENV)/.installed-test
 	$(PYTEST) -m gpu $(ARGS)
