@@ -11,7 +11,7 @@ It measures and decides; it allocates nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -49,6 +49,10 @@ class MemoryState:
     def most_for_pool(self) -> int:
         """What the pool may have when the operator sets all of it aside: everything that a step does not need."""
         return max(0, self.available - self.activations)
+
+    def with_activations(self, activations: int) -> MemoryState:
+        """The same with activations that were measured on a smaller step and scaled."""
+        return replace(self, activations=activations)
 
 
 @dataclass(frozen=True, slots=True)

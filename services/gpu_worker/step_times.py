@@ -19,7 +19,7 @@ class StepClock:
 
     def begin_forward(self) -> None:
         """The forward pass is next."""
-        self._forward_begin = self._mark()
+        self._forward_begin = self._forward_end = self._mark()
 
     def end_forward(self) -> None:
         """The forward pass was launched."""

@@ -50,15 +50,20 @@ def warm_up(runner: ModelRunner, pump: Callable[[], None]) -> WarmUp:
         pump: called between steps, to say that this process lives.
     """
     limit_s = CPU_CHUNK_S if runner.kv_cache.keys.is_cpu else GPU_CHUNK_S
-    started = perf_counter()
-    _run(runner, _MIN_CHUNK)  # the first step of a process pays for what is set up once
-    pump()
-    decode_s = _run(runner, 1)
-    num_tokens, seconds = _MIN_CHUNK, _best_of_two(runner, _MIN_CHUNK)
-    while seconds < 0.8 * limit_s and num_tokens < _MAX_CHUNK and perf_counter() - started < _MAX_TOTAL_S:
+    deadline = perf_counter() + _MAX_TOTAL_S
+
+    def best(num_tokens: int) -> float:
+        """Of two runs the shorter one: what else the machine does only makes a run longer."""
         pump()
+        seconds = _run(runner, num_tokens)
+        return seconds if perf_counter() > deadline else min(seconds, _run(runner, num_tokens))
+
+    _run(runner, _MIN_CHUNK)  # the first step of a process pays for what is set up once
+    decode_s = best(1)
+    num_tokens, seconds = _MIN_CHUNK, best(_MIN_CHUNK)
+    while seconds < 0.8 * limit_s and num_tokens < _MAX_CHUNK and perf_counter() < deadline:
         num_tokens = _next_size(num_tokens, seconds, limit_s)
-        seconds = _best_of_two(runner, num_tokens)
+        seconds = best(num_tokens)
     pump()
     chunk = max(_MIN_CHUNK, min(_MAX_CHUNK, _rounded(num_tokens * min(2.0, limit_s / seconds))))
     return WarmUp(chunk, seconds * chunk / num_tokens, decode_s)
@@ -72,11 +77,6 @@ def _next_size(num_tokens: int, seconds: float, limit_s: float) -> int:
 
 def _rounded(num_tokens: float) -> int:
     return int(num_tokens) // _CHUNK_STEP * _CHUNK_STEP
-
-
-def _best_of_two(runner: ModelRunner, num_tokens: int) -> float:
-    """The shorter of two runs: whatever else the machine does only makes one longer."""
-    return min(_run(runner, num_tokens), _run(runner, num_tokens))
 
 
 def _run(runner: ModelRunner, num_tokens: int) -> float:

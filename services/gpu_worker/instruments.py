@@ -1,0 +1,76 @@
+"""gpu_worker: what it counts, and how a heartbeat reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.gpu_worker.scheduler_link import SchedulerLink
+from services.gpu_worker.start_up import ReadyWorker
+from services.runtime.metrics import PREFIX
+from services.wire.messages import StepResult
+
+_STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened so far; these only grow."""
+
+    num_steps: int = 0
+    num_computed_tokens: int = 0
+    num_sampled_tokens: int = 0
+    num_failed_rows: int = 0
+    forward_us: int = 0
+
+
+class WorkerInstruments(Collector):
+    """Counts results as they go out; reads the rest when asked."""
+
+    def __init__(self, worker: ReadyWorker, link: SchedulerLink, registry: CollectorRegistry) -> None:
+        self._worker = worker
+        self._link = link
+        self._counters = Counters()
+        self._step_seconds = Histogram(
+            f"{PREFIX}worker_step_seconds", "Time of a step, from its plan to its result",
+            buckets=_STEP_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        registry.register(self)
+
+    def count(self, result: StepResult, num_tokens: int) -> None:
+        """Counts one step that computed so many tokens."""
+        counters = self._counters
+        counters.num_steps += 1
+        counters.num_computed_tokens += num_tokens
+        counters.num_sampled_tokens += len(result.token_ids) // 4
+        counters.num_failed_rows += len(result.finishes) - result.finishes.count(0)
+        counters.forward_us += result.forward_us
+        self._step_seconds.observe(result.step_us / 1e6)
+
+    def collect(self) -> Iterable[Metric]:
+        """One family for each number."""
+        counters, worker, stats = self._counters, self._worker, self._link.port.stats
+        kv_bytes = counters.num_computed_tokens * worker.kv_bytes_per_token
+        refused = self._link.num_refused + stats.rejected
+        yield _counter("steps", "Forward passes", counters.num_steps)
+        yield _counter("computed_tokens", "Tokens computed, of prompts and answers", counters.num_computed_tokens)
+        yield _counter("sampled_tokens", "Tokens sampled", counters.num_sampled_tokens)
+        yield _counter("failed_rows", "Rows that failed in a step", counters.num_failed_rows)
+        yield _counter("forward_seconds", "Time of forward passes", counters.forward_us / 1e6)
+        yield _counter("kv_write_bytes", "Keys and values written to the pool", kv_bytes)
+        yield _counter("refused_messages", "Plans, messages and frames dropped", refused)
+        yield _gauge("held_rows", "Rows that requests hold", worker.state.num_held)
+        yield _gauge("kv_pool_bytes", "Size of the KV pool", worker.num_pool_bytes)
+        yield _gauge("chunk_tokens", "Prefill chunk that was measured", worker.card.chunk_tokens)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"{PREFIX}worker_{name}", text, value=value)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"{PREFIX}worker_{name}", text, value=value)

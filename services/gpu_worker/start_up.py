@@ -1,0 +1,203 @@
+"""gpu_worker: from settings to a model that runs: device, weights, warm-up, memory, pool. Each step leaves a log line.
+
+Everything that can be wrong with the settings, the files or the memory is found here, before the first request, and
+told in one line (`StartError`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.gpu_worker.attention import attention_for
+from services.gpu_worker.attention.backend import AttentionBackend
+from services.gpu_worker.attention.reference import ReferenceAttention
+from services.gpu_worker.host_limits import num_cores
+from services.gpu_worker.kv_cache import KvCache, KvCacheShape
+from services.gpu_worker.load_progress import LoadProgress
+from services.gpu_worker.memory import MemoryState, measure_memory, pool_size
+from services.gpu_worker.model_runner import ModelRunner
+from services.gpu_worker.models.config import ModelConfig
+from services.gpu_worker.sampler import sample
+from services.gpu_worker.sampling_table import SamplingTable
+from services.gpu_worker.step_launcher import StepLauncher
+from services.gpu_worker.warm_up import WarmUp, warm_up
+from services.gpu_worker.weights import LoadedModel, load_model
+from services.gpu_worker.worker_state import WorkerSizes, WorkerState
+from services.model_files.errors import ModelFileError
+from services.model_files.source import open_model
+from services.runtime.config import Settings
+from services.runtime.service import StartError
+from services.wire.messages import SamplingParams, WorkerCard
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WHOLE_PROMPTS = -1
+_MAX_MEASURED_S = 1.0  # the largest step may take so long while its memory is measured on a CPU
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyWorker:
+    """What the service runs, and what it tells the scheduler about it."""
+
+    launcher: StepLauncher
+    state: WorkerState
+    card: WorkerCard
+    kv_bytes_per_token: int
+    num_pool_bytes: int
+
+
+def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
+    """Makes a worker ready.
+
+    Args:
+        settings: of the process; `model` is a path here.
+        pump: called all the time while it lasts, to say that this process lives; may raise to give up.
+
+    Raises:
+        StartError: settings, files or memory are at fault; one line that names what.
+    """
+    device = choose_device(settings)
+    set_up_threads(settings)
+    model = _load(settings, device, pump)
+    max_model_len = choose_context(settings, model.config)
+    attention = _attention(settings, device, model)
+    config, dtype = model.config, model.weights.embedding.dtype
+    shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, dtype)
+    bare = ModelRunner(config, model.weights, KvCache(shape, 0, device), attention)
+    measured = warm_up(bare, pump)
+    logger.info(
+        "warm-up: %d tokens in %.0f ms (%.0f tokens/s), one token in %.1f ms",
+        measured.chunk_tokens, 1000 * measured.chunk_s, measured.tokens_per_s, 1000 * measured.decode_s,
+    )  # fmt: skip
+    memory = _measure(settings, bare, measured, max_model_len, model.report.num_bytes_placed)
+    pump()
+    pool = pool_size(memory, shape, settings, max_model_len)
+    for line in pool.lines:
+        logger.info(line)
+    kv_cache = _allocate(shape, pool.num_pages, device)
+    sizes = WorkerSizes(
+        settings.max_running_requests, max_model_len, config.vocab_size, settings.page_size, pool.num_pages
+    )
+    state = WorkerState(sizes, device)
+    card = WorkerCard(
+        vocab_size=config.vocab_size,
+        logits_width=config.vocab_size,
+        page_size=settings.page_size,
+        num_pages=pool.num_pages,
+        max_model_len=max_model_len,
+        max_rows=settings.max_running_requests,
+        chunk_tokens=measured.chunk_tokens,
+        chunk_ms=1000 * measured.chunk_s,
+    )
+    launcher = StepLauncher(ModelRunner(config, model.weights, kv_cache, attention), state)
+    return ReadyWorker(launcher, state, card, shape.bytes_per_page // shape.page_size, kv_cache.num_bytes)
+
+
+def choose_device(settings: Settings) -> torch.device:
+    """The device; StartError when CUDA is asked for and there is none."""
+    has_cuda = torch.cuda.is_available()
+    if settings.device == "cuda" and not has_cuda:
+        raise StartError("--device cuda: torch finds no CUDA device (--device cpu runs everywhere)")
+    return torch.device("cuda" if has_cuda and settings.device != "cpu" else "cpu")
+
+
+def set_up_threads(settings: Settings) -> None:
+    """Gives the CPU kernels their threads; a second pool beside them would only take their cores away."""
+    torch.set_num_threads(settings.num_threads or num_cores())
+    if torch.get_num_interop_threads() != 1:
+        torch.set_num_interop_threads(1)
+
+
+def choose_context(settings: Settings, config: ModelConfig) -> int:
+    """Most tokens of a request; StartError when more is set than the model was made for."""
+    if settings.max_model_len > config.max_position_embeddings:
+        raise StartError(
+            f"--max-model-len {settings.max_model_len} is more than the {config.max_position_embeddings} positions "
+            "that the model was made for"
+        )
+    return settings.max_model_len or config.max_position_embeddings
+
+
+def token_budget(settings: Settings, chunk_tokens: int, max_model_len: int) -> int:
+    """Most tokens of a step, as the scheduler will compute it too."""
+    chunk = settings.chunked_prefill_size or chunk_tokens
+    if chunk == _WHOLE_PROMPTS:
+        chunk = min(max_model_len, settings.kv_cache_tokens or max_model_len)
+    return settings.max_num_batched_tokens or chunk + settings.max_running_requests
+
+
+def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) -> LoadedModel:
+    try:
+        files = open_model(settings.model)
+        with LoadProgress(files.path.name, pump) as progress:
+            model = load_model(files, device, _DTYPES.get(settings.dtype), progress)
+    except ModelFileError as error:
+        raise StartError(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        raise StartError(f"{settings.model}: the weights do not fit on {_name(device)}") from error
+    config, report, dtype = model.config, model.report, model.weights.embedding.dtype
+    num_weights = report.num_bytes_placed / dtype.itemsize
+    logger.info(
+        "model %s: %s, %.1f M weights as %s on %s", files.path.name, config.model_type, num_weights / 1e6,
+        str(dtype).removeprefix("torch."), _name(device),
+    )  # fmt: skip
+    logger.info(
+        "weights from %s: %.1f MB in %.2f s (disk to memory %.2f GB/s, decoding %.2f s, memory to device %.2f GB/s)",
+        files.path, report.num_bytes_read / 1e6, report.total_s, report.disk_gb_per_s, report.decode_s,
+        report.device_gb_per_s,
+    )  # fmt: skip
+    return model
+
+
+def _attention(settings: Settings, device: torch.device, model: LoadedModel) -> AttentionBackend:
+    attention = (
+        ReferenceAttention()
+        if settings.attention_backend == "reference"
+        else attention_for(device, model.weights.embedding.dtype)
+    )
+    logger.info("attention: %s, %d CPU threads", type(attention).__name__, torch.get_num_threads())
+    return attention
+
+
+def _measure(
+    settings: Settings, runner: ModelRunner, measured: WarmUp, max_model_len: int, weight_bytes: int
+) -> MemoryState:
+    """Runs the largest step, or on a slow CPU as much of it as runs in a second, and scales what it took."""
+    device = runner.kv_cache.keys.device
+    budget = token_budget(settings, measured.chunk_tokens, max_model_len)
+    most_tokens = int(measured.tokens_per_s * _MAX_MEASURED_S) if device.type == "cpu" else budget
+    num_tokens = max(1, min(budget, most_tokens))
+    num_rows = max(1, min(num_tokens, settings.max_running_requests * num_tokens // budget))
+    memory = measure_memory(device, weight_bytes, lambda: _run_largest(runner, num_tokens, num_rows))
+    logger.info("largest step: %d tokens, measured with %d in %d rows", budget, num_tokens, num_rows)
+    return memory.with_activations(memory.activations * budget // num_tokens)
+
+
+def _run_largest(runner: ModelRunner, num_tokens: int, num_rows: int) -> None:
+    device = runner.kv_cache.keys.device
+    # Filtering sorts whole rows on a CUDA device; on a CPU it takes time and hardly more memory than drawing.
+    top_p = 1.0 if device.type == "cpu" else 0.5
+    table = SamplingTable(num_rows, device)
+    table.set_rows(range(num_rows), [SamplingParams(1.0, top_p, 0, 0.0, 0, 0)] * num_rows)
+    rows = np.arange(num_rows, dtype=np.int64)
+    with torch.inference_mode():
+        logits = runner.forward(runner.dummy_inputs(num_tokens, num_rows))
+        sample(logits, table.groups(rows, rows))
+
+
+def _allocate(shape: KvCacheShape, num_pages: int, device: torch.device) -> KvCache:
+    try:
+        return KvCache(shape, num_pages, device)
+    except RuntimeError as error:  # also what torch raises when a host has no more memory
+        num_bytes = (num_pages + 1) * shape.bytes_per_page
+        raise StartError(f"a KV pool of {num_bytes / 2**20:.0f} MiB cannot be allocated: {error}") from error
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
