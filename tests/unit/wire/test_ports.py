@@ -150,6 +150,19 @@ def test_what_is_no_message_is_counted_and_dropped(made: Sockets, caplog: pytest
     assert all("\n" not in record.getMessage() for record in caplog.records)
 
 
+def test_a_pickle_is_only_bytes(made: Sockets) -> None:
+    """Security rule 1: what would run a command where objects are read from sockets is a dropped frame here."""
+    router = made.router()
+    touched = made.directory / "touched"
+    raw = made.raw(zmq.DEALER, router.address)
+    for payload in (b"cos\nsystem\n(S'touch %s'\ntR.", b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c%s\x85R."):
+        raw.send(payload % str(touched).encode())
+    raw.send(encode(Goodbye(1)))
+    assert messages(receive([router], 1)) == [Goodbye(1)]
+    assert router.stats.rejected == 2
+    assert not touched.exists()
+
+
 def test_a_flood_of_garbage_does_not_fill_the_log(made: Sockets, caplog: pytest.LogCaptureFixture) -> None:
     router = made.router()
     raw = made.raw(zmq.DEALER, router.address)
