@@ -53,7 +53,7 @@ class PagedCpuStep:
             return layout.decode.attend(queries, keys, values)
         attended = torch.empty_like(queries, memory_format=torch.contiguous_format)
         if layout.decode is not None:
-            attended[layout.decode_tokens] = layout.decode.attend(queries, keys, values)
+            attended[layout.decode.tokens] = layout.decode.attend(queries, keys, values)
         for context in layout.contexts:
             tokens = context.span.tokens
             attended[tokens] = attend_span(queries[tokens], context.read(keys), context.read(values), context.mask)
@@ -76,7 +76,7 @@ class PagedCpuStep:
             mask = additive_mask(span, window, self._kv_cache.shape.dtype, self._inputs.positions.device)
             contexts.append(_Context(span, mask, self._slots(span)))
         decode = SparseDecode(self._inputs, decoding, num_heads, self._kv_cache) if decoding else None
-        return _Layout(decode, torch.tensor([span.tokens.start for span in decoding], dtype=torch.int64), contexts)
+        return _Layout(decode, contexts)
 
     def _slots(self, span: RowSpan) -> slice | Tensor:
         """The slots of a span in order: a slice where they are neighbours, [length] int64 where they are not."""
@@ -109,5 +109,4 @@ class _Layout:
     """What all layers with one window share in a step."""
 
     decode: SparseDecode | None
-    decode_tokens: Tensor
     contexts: list[_Context]

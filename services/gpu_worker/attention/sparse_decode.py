@@ -13,6 +13,7 @@ and each line is summed by itself, so that a row's result is the same bit for bi
 
 Measured on 2 cores, 16 rows of 300 tokens, 9 heads of 64 sharing 3: 0.76 ms a layer; a gather into one padded block
 before the product 0.82, one product for each row over pages that happen to be neighbours 1.0, one for each page 10.6.
+The lines take 16 bytes for each query head and context token while a step runs, under a hundredth of the pages' size.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ def has_sparse_products(dtype: torch.dtype) -> bool:
 
 
 class SparseDecode:
-    """The decoding rows of one step under one window; built once, used by every layer that has this window."""
+    """The decoding rows of one step under one window; built once, used by every layer that has this window.
+
+    Attributes:
+        tokens: [number of spans] int64, their places among the new tokens of the step.
+    """
 
     def __init__(self, inputs: StepInputs, spans: Sequence[RowSpan], num_heads: int, kv_cache: KvCache) -> None:
         """Lays out the lines: for each row and head the slots of the row's span.
@@ -60,7 +65,7 @@ class SparseDecode:
             kv_cache: the pool, for its sizes.
         """
         shape = kv_cache.shape
-        self._tokens = torch.tensor([span.tokens.start for span in spans])
+        self.tokens = torch.tensor([span.tokens.start for span in spans])
         num_lines = len(spans) * num_heads
         heads = torch.arange(num_heads) // (num_heads // shape.num_kv_heads)
         columns = []
@@ -94,7 +99,7 @@ class SparseDecode:
             [number of spans, num_heads, head_dim].
         """
         head_dim = queries.shape[-1]
-        lines = queries[self._tokens].view(-1, head_dim)  # [num_spans * num_heads, head_dim]
+        lines = queries[self.tokens].view(-1, head_dim)  # [num_spans * num_heads, head_dim]
         columns = keys.view(-1, head_dim).t()  # [head_dim, num_slots * num_kv_heads]
         torch.sparse.sampled_addmm(self._scores, lines, columns, beta=0.0, alpha=head_dim**-0.5, out=self._scores)
         for scores, weights in self._softmax_blocks:
@@ -102,7 +107,7 @@ class SparseDecode:
         bags, *_ = torch.embedding_bag(
             values.view(-1, head_dim), self._columns, self._bag_starts, False, 0, False, self._weights, False
         )
-        return bags.view(len(self._tokens), -1, head_dim)
+        return bags.view(len(self.tokens), -1, head_dim)
 
     def _blocks_by_row(self, spans: Sequence[RowSpan], num_heads: int) -> list[tuple[Tensor, Tensor]]:
         """Views [num_heads, length] of each row's scores and weights: lines of one length, so that softmax is dense."""

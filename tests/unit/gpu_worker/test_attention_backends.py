@@ -149,3 +149,19 @@ def test_the_cpu_decodes_float32_in_place() -> None:
     """The path that copies no context is the one that is used, where torch has it."""
     assert has_sparse_products(torch.float32)
     assert not has_sparse_products(torch.bfloat16)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_decoding_copies_no_context(page_size: int) -> None:
+    """What a layer allocates does not grow with the context: keys and values are read where they lie."""
+
+    def allocated_bytes(context: int) -> int:
+        scene = Scene(Case(((context, 1),) * 4, page_size, 2, 3, None, torch.float32, in_order=False, seed=1))
+        step = PagedCpuAttention(torch.float32).begin_step(scene.inputs, scene.kv_cache)
+        step.write_kv(0, scene.keys, scene.values)
+        step.attend(0, scene.queries, None)  # lays out what the layers share
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            step.attend(0, scene.queries, None)
+        return sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
+
+    assert 0 < allocated_bytes(2000) <= allocated_bytes(50) < 10_000

@@ -14,6 +14,7 @@ from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.attention.paged_cpu import PagedCpuAttention
 from services.gpu_worker.attention.paged_cuda import PagedCudaAttention
 from services.gpu_worker.attention.reference import ReferenceAttention
+from services.gpu_worker.step_inputs import StepRow, build_step_inputs
 from services.gpu_worker.weights import LoadedModel, load_model
 from services.model_files.source import open_model
 from tests.unit.gpu_worker.step_driver import Row, StepDriver
@@ -106,11 +107,31 @@ def test_prefill_and_decode_of_many_rows_in_one_pass(
         assert_agrees(row, subject[0])
 
 
-def test_a_step_computes_only_the_logits_that_are_asked_for(subject: Subject) -> None:
-    driver = StepDriver(subject[1], PagedCpuAttention(torch.float32), 16, 64)
+def test_a_dummy_step_touches_the_dummy_page_only(subject: Subject) -> None:
+    driver = StepDriver(subject[1], PagedCpuAttention(torch.float32), 4, 64)
     inputs = driver.runner.dummy_inputs(num_tokens=20, num_rows=3)
-    assert driver.runner.forward(inputs).shape == (3, VOCAB_SIZE)
     assert inputs.query_lengths == (7, 7, 6)
+    assert driver.runner.forward(inputs).shape == (3, VOCAB_SIZE)
+    for pool in (driver.kv_cache.keys, driver.kv_cache.values):
+        assert not pool[:, :-1].any()
+        assert pool[:, -1].any()
+
+
+def test_a_dummy_step_needs_no_pool(subject: Subject) -> None:
+    driver = StepDriver(subject[1], PagedCpuAttention(torch.float32), 16, num_tokens=0)
+    assert driver.runner.forward(driver.runner.dummy_inputs(40, 2)).isfinite().all()
+    with pytest.raises(ValueError, match="cannot be spread"):
+        driver.runner.dummy_inputs(num_tokens=2, num_rows=3)
+
+
+def test_a_step_in_which_no_row_samples(subject: Subject) -> None:
+    driver = StepDriver(subject[1], PagedCpuAttention(torch.float32), 16, 64)
+    row = driver.add(prompt(7, 30))
+    part = StepRow(row.token_ids[:20], 0, row.page_ids, samples=False)
+    assert driver.runner.forward(build_step_inputs([part], 16, CPU)).shape == (0, VOCAB_SIZE)
+    row.num_computed_tokens = 20
+    driver.step((row, 10))
+    assert_agrees(row, subject[0])
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2-window-yarn"])
