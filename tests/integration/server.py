@@ -16,7 +16,7 @@ from pathlib import Path
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 20.0
-_LISTENING = re.compile(r"listening on (http://\S+)")
+_LISTENING = re.compile(r"ready after \S+ s: listening on (http://\S+)")  # a tokenizer listens before that
 
 
 @dataclass
