@@ -30,6 +30,7 @@ from services.wire.messages import (
 
 HEARTBEAT_INTERVAL_S = 0.5
 SILENCE_LIMIT_S = 3.0
+STARTING_SILENCE_LIMIT_S = 60.0  # a process that loads and warms up has no loop yet that could be stuck
 
 MetricsSnapshot = Callable[[], Mapping[str, float]]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.runtime.session import SILENCE_LIMIT_S
+from services.runtime.session import SILENCE_LIMIT_S, STARTING_SILENCE_LIMIT_S
 from services.wire.endpoints import parse_routing_id
 from services.wire.messages import (
     PROTOCOL_VERSION,
@@ -108,7 +108,12 @@ class Membership:
 
     def silent(self, now_s: float) -> list[Peer]:
         """Members not heard for longer than their limit."""
-        return [peer for peer in self.peers.values() if now_s - peer.heard_s > peer.silence_limit_s]
+        return [
+            peer
+            for peer in self.peers.values()
+            if now_s - peer.heard_s
+            > (STARTING_SILENCE_LIMIT_S if peer.state == State.STARTING else peer.silence_limit_s)
+        ]
 
     def of(self, role: Role) -> list[Peer]:
         """The live members of a role."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from services.runtime.session import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S
+from services.runtime.session import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, STARTING_SILENCE_LIMIT_S
 from services.wire import messages
 from services.wire.codec import registered_messages
 from services.wire.forms import MAX_FRAME_BYTES, MAX_KEY_BYTES, Column, Exactly, Limit, Range
@@ -108,6 +108,6 @@ def test_limits_and_times_are_documented() -> None:
         f"{MAX_VALUES:,} values",
         f"{MAX_KEY_BYTES} bytes",
         f"every {HEARTBEAT_INTERVAL_S} s",
-        f"{SILENCE_LIMIT_S:.0f} s of silence",
+        f"{SILENCE_LIMIT_S:.0f} s of silence ({STARTING_SILENCE_LIMIT_S:.0f} s in state",
     ):
         assert fact in DOCUMENT
