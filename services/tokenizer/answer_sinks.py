@@ -86,7 +86,8 @@ class EventStream:
         self._touched = {choice: None for choice, text in enumerate(echoes) if text}
         self._num_open = len(echoes)
         self._num_pending = 0
-        self._failure: ApiError | None = None
+        self.failure: ApiError | None = None
+        """The error that ends the stream."""
         self._output: EventOutput | None = None
         self._last_write_s = 0.0
         self.usage: Callable[[], dict[str, object]] | None = None
@@ -114,8 +115,8 @@ class EventStream:
 
     def fail(self, error: ApiError) -> None:
         """The request failed: what came until now goes out, then the error, then the end."""
-        if self._failure is None and self._num_open:
-            self._failure = error
+        if self.failure is None and self._num_open:
+            self.failure = error
             self.flush()
 
     def flush(self) -> None:
@@ -128,12 +129,12 @@ class EventStream:
                 output.cut()
             return
         data = self._take_pending()
-        is_over = self._failure is not None or not self._num_open
+        is_over = self.failure is not None or not self._num_open
         if is_over:
             data += self._ending()
         self._write(data)
         if is_over:
-            self.done.set_result(self._failure)
+            self.done.set_result(self.failure)
 
     def keep_alive(self, now_s: float) -> None:
         """Writes a comment if nothing was written for a while."""
@@ -157,8 +158,8 @@ class EventStream:
         return b"".join(events)
 
     def _ending(self) -> bytes:
-        if self._failure is not None:
-            return error_event(self._failure) + DONE
+        if self.failure is not None:
+            return error_event(self.failure) + DONE
         usage = self._chunks.usage(self.usage()) if self.usage is not None else b""
         return usage + DONE
 

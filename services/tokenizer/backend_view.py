@@ -45,7 +45,7 @@ class BackendView:
         """The heartbeats of all processes."""
         self._telemetry, self._telemetry_s = telemetry.members, now_s
         progress = {member.epoch: member.progress for member in telemetry.members if member.role is Role.GPU_WORKER}
-        if any(progress[epoch] != self._progress.get(epoch) for epoch in progress):
+        if any(progress[epoch] != self._progress.get(epoch, progress[epoch]) for epoch in progress):
             self._progress_s = now_s
         self._progress = progress
 

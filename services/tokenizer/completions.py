@@ -23,7 +23,7 @@ from services.tokenizer.http_connection import SERVER_NAME, ChunkedOutput, Clien
 from services.tokenizer.instruments import HttpStatistics
 from services.tokenizer.openai_schema import ChatBody, CompletionBody, Ignored, parse_chat, parse_completion
 from services.tokenizer.prompts import PromptMaker
-from services.tokenizer.request_limits import ServedModel
+from services.tokenizer.request_limits import ServedModel, check_token_ids
 from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.sse import EVENT_STREAM_HEADERS, AnswerHead, ChunkWriter, usage_of, whole_body
 from services.tokenizer.submission import Prompt, build_submits
@@ -64,7 +64,7 @@ class Completions:
         received_s = time.monotonic()
         self._refuse_if_unavailable()
         body, ignored = parse_chat(await read_json_body(request, self._settings), self._settings)
-        self._check_model(body.model)
+        self._check_against_model(body)
         prompt = await self._prompts.chat(body)
         return await self._answer(self._call(request, body, ignored, [prompt], received_s))
 
@@ -77,7 +77,7 @@ class Completions:
         received_s = time.monotonic()
         self._refuse_if_unavailable()
         body, ignored = parse_completion(await read_json_body(request, self._settings), self._settings)
-        self._check_model(body.model)
+        self._check_against_model(body)
         prompts = await self._prompts.completions(body)
         return await self._answer(self._call(request, body, ignored, prompts, received_s))
 
@@ -86,9 +86,10 @@ class Completions:
         if error is not None:
             raise error
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._model.name:
-            raise model_not_found(name)
+    def _check_against_model(self, body: ChatBody | CompletionBody) -> None:
+        if body.model is not None and body.model != self._model.name:
+            raise model_not_found(body.model)
+        check_token_ids(body.stop_token_ids or (), self._model, "stop_token_ids")
 
     def _call(
         self,
@@ -140,6 +141,8 @@ class Completions:
             events.usage = lambda: usage_of(opened.entries, call.body.num_choices)
         try:
             await opened.admission
+            if events.failure is not None:  # nothing is written yet: it can still be a status
+                raise events.failure
             return await self._write_events(call, events)
         finally:
             self._link.close_request(opened)

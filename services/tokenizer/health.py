@@ -26,15 +26,16 @@ _PROBE_NAME = "probe"
 class Health:
     """The checks of one process."""
 
-    def __init__(self, link: SchedulerLink) -> None:
+    def __init__(self, link: SchedulerLink, probe_limit_s: float = PROBE_LIMIT_S) -> None:
         self._link = link
+        self._probe_limit_s = probe_limit_s
         self._probe: asyncio.Task[str] | None = None
         self.num_probes = 0
 
     async def check(self) -> tuple[bool, dict[str, str]]:
         """Whether the server is ready, and for each role and for `tokens` "ok" or what is wrong.
 
-        Takes at most PROBE_LIMIT_S.
+        Takes at most the probe's limit.
         """
         verdicts = self._link.view.health(time.monotonic())
         if all(verdict == OK for verdict in verdicts.values()):
@@ -60,13 +61,13 @@ class Health:
         answer = CollectedAnswers(1)
         request = self._link.submit([_probe_submit()], answer, time.monotonic())
         try:
-            async with asyncio.timeout(PROBE_LIMIT_S):
+            async with asyncio.timeout(self._probe_limit_s):
                 await request.admission
                 await answer.done
         except ApiError as error:
             return f"a probe failed: {error.message}"
         except TimeoutError:
-            return f"a probe got no token within {PROBE_LIMIT_S:.0f} s"
+            return f"a probe got no token within {self._probe_limit_s:.1f} s"
         finally:
             self._link.close_request(request)
         return OK

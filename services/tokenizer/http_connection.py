@@ -42,7 +42,7 @@ class ConnectionLimits:
 class ClientConnection(RequestHandler):
     """One connection."""
 
-    __slots__ = ("_has_open_request", "_has_received", "_head_timer", "_limits", "_stall_timer", "on_writable")
+    __slots__ = ("_has_received", "_head_timer", "_limits", "_stall_timer", "has_open_request", "on_writable")
 
     def __init__(self, manager: web.Server, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> None:
         super().__init__(
@@ -55,16 +55,22 @@ class ClientConnection(RequestHandler):
             max_headers=MAX_HEADERS,
         )
         self._limits = limits
-        self._has_open_request = False
+        self.has_open_request = False
+        """Whether a request is being answered."""
         self._has_received = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self.on_writable: Callable[[], None] | None = None
         """Called when the client has caught up after `writing_paused`."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of a next request has arrived."""
+        return not self.has_open_request and not self._has_received
+
     def begin_request(self) -> None:
         """A whole head has arrived."""
-        self._has_open_request = True
+        self.has_open_request = True
         self._cancel_head_timer()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -81,7 +87,7 @@ class ClientConnection(RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a head or a body."""
-        if not self._has_open_request:
+        if not self.has_open_request:
             self._has_received = True
             if self._head_timer is None:
                 self._await_head()
@@ -108,7 +114,7 @@ class ClientConnection(RequestHandler):
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            self._has_open_request = False
+            self.has_open_request = False
             self._has_received = False
             self.on_writable = None
 
@@ -186,6 +192,14 @@ class HttpServer(web.Server):
         """A connection's protocol."""
         return ClientConnection(self, self._own_loop, self._limits)
 
+    def close_idle(self) -> None:
+        """Closes the connections that nobody uses now, and lets the others end with their present request."""
+        for connection in self.connections:
+            if not isinstance(connection, ClientConnection) or connection.is_idle:
+                connection.force_close()
+            elif connection.has_open_request:
+                connection.close()
+
     def _new_request(
         self,
         message: RawRequestMessage,
@@ -224,6 +238,7 @@ class ChunkedOutput:
     def cut(self) -> None:
         """Ends the connection at once."""
         if self._transport is not None:
+            logger.info("cut a connection whose client is too far behind")
             self._transport.abort()
 
 

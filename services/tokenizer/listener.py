@@ -7,6 +7,8 @@ import socket
 
 from services.runtime.service import StartError
 
+SEND_BUFFER_BYTES = 128 * 1024  # what the kernel keeps for a client that does not read (Linux doubles it)
+
 
 def bind_port(host: str, port: int) -> list[socket.socket]:
     """Binds every address of a host name; the sockets do not listen yet.
@@ -45,6 +47,7 @@ def _bind(family: socket.AddressFamily, address: tuple[object, ...]) -> socket.s
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.setblocking(False)

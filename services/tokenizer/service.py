@@ -117,7 +117,8 @@ class TokenizerService:
         await _unless_ended(link, asyncio.sleep(self._notice_s))
         for server in serving:
             server.close()
-        self._server.pre_shutdown()
+        await asyncio.sleep(0)  # what has arrived is handed to its handlers before idle connections are closed
+        self._server.close_idle()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
                 await _unless_ended(link, self._api.idle.wait())
