@@ -1,8 +1,20 @@
 """Starts the worker process: `python -m services.gpu_worker`."""
 
-from services.gpu_worker.service import main
-from services.runtime.service import run_service
+from pathlib import Path
+
+from services.runtime.service import Process, StartError, run_service
 from services.wire.messages import Role
+
+
+def main(process: Process) -> None:
+    """Looks whether the model is there before anything large is loaded, then serves."""
+    model = process.settings.model
+    if not Path(model).exists():
+        raise StartError(f"{model}: no such folder or file (names and aliases are for `tokenway serve`)")
+    from services.gpu_worker import service  # torch takes seconds
+
+    service.main(process)
+
 
 if __name__ == "__main__":
     run_service(Role.GPU_WORKER, main)

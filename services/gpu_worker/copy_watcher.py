@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -37,7 +38,6 @@ class CopyWatcher:
     def _run(self) -> None:
         while True:
             step = self._queue.get()
-            try:
+            with suppress(RuntimeError):  # an error of the device: the loop meets it too when it looks at the step
                 step.wait_copied()
-            finally:  # the loop meets the device's error itself when it looks at the step
-                self._wake()
+            self._wake()

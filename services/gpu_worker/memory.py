@@ -103,9 +103,10 @@ def pool_size(memory: MemoryState, shape: KvCacheShape, settings: Settings, max_
     else:
         num_pages = min(_share(memory, settings.mem_fraction_static) // page_bytes - 1, _MAX_PAGES)  # the dummy page
         least_tokens = min(max_model_len, LEAST_POOL_TOKENS)
-        if num_pages * shape.page_size < least_tokens:
+        least_pages = -(-least_tokens // shape.page_size)
+        if num_pages < least_pages:
             raise StartError(
-                f"no memory for a KV pool: {least_tokens} tokens take {_size(least_tokens * page_bytes)} in pages of "
+                f"no memory for a KV pool: {least_tokens} tokens take {_size(least_pages * page_bytes)} in pages of "
                 f"{shape.page_size}, there are {_size(max(0, _share(memory, settings.mem_fraction_static)))} "
                 f"({_left(memory)}); a smaller model, a higher --mem-fraction-static or --kv-cache-tokens may help"
             )

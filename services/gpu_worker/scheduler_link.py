@@ -39,10 +39,11 @@ class SchedulerLink:
         Raises:
             StartError: where it would be is not set.
         """
+        endpoint = process.scheduler_endpoint()
         self._process = process
         self.session = process.new_session(address="")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.port = DealerPort(self._context, process.scheduler_endpoint(), process.identity.routing_id)
+        self.port = DealerPort(self._context, endpoint, process.identity.routing_id)
         self._receiver = BlockingReceiver([self.port])
         process.on_stop = self.interrupt
         self._pumped_s = 0.0
@@ -71,7 +72,6 @@ class SchedulerLink:
     def introduce(self, card: WorkerCard) -> None:
         """The model is loaded: greets once more, now with what this worker brings."""
         self.session.worker_card = card
-        self.session.scheduler_epoch = None
         self.session.set_state(State.READY, time.monotonic())
 
     def receive(self, timeout_s: float) -> list[StepPlan]:

@@ -70,7 +70,7 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     config, dtype = model.config, model.weights.embedding.dtype
     shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, dtype)
     bare = ModelRunner(config, model.weights, KvCache(shape, 0, device), attention)
-    measured = warm_up(bare, pump)
+    measured = warm_up(bare, pump, max(0, settings.chunked_prefill_size))
     logger.info(
         "warm-up: %d tokens in %.0f ms (%.0f tokens/s), one token in %.1f ms",
         measured.chunk_tokens, 1000 * measured.chunk_s, measured.tokens_per_s, 1000 * measured.decode_s,

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from services.gpu_worker.model_runner import ModelRunner
+from services.gpu_worker.prepared_step import Bools, PreparedStep, StepRows
 from services.gpu_worker.sampler import SampledTokens, sample
 from services.gpu_worker.step_times import StepClock
 from services.gpu_worker.uploads import Int64s
-from services.gpu_worker.worker_state import Bools, PreparedStep, StepRows, WorkerState
+from services.gpu_worker.worker_state import WorkerState
 from services.wire.columns import pack_int32
 from services.wire.messages import Finish, StepPlan, StepResult
 

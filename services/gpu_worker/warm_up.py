@@ -27,7 +27,7 @@ class WarmUp:
     """What was measured.
 
     Attributes:
-        chunk_tokens: the prefill chunk, a multiple of 16.
+        chunk_tokens: the prefill chunk, a multiple of 16 where it was looked for.
         chunk_s: seconds that it takes.
         decode_s: seconds of a step with one token.
     """
@@ -42,12 +42,13 @@ class WarmUp:
         return self.chunk_tokens / self.chunk_s
 
 
-def warm_up(runner: ModelRunner, pump: Callable[[], None]) -> WarmUp:
+def warm_up(runner: ModelRunner, pump: Callable[[], None], fixed_chunk: int = 0) -> WarmUp:
     """Runs prefills of growing size on the dummy page until one takes as long as a chunk may.
 
     Args:
         runner: the model; its pool needs no pages.
         pump: called between steps, to say that this process lives.
+        fixed_chunk: measure this chunk instead of looking for one, if > 0.
     """
     limit_s = CPU_CHUNK_S if runner.kv_cache.keys.is_cpu else GPU_CHUNK_S
     deadline = perf_counter() + _MAX_TOTAL_S
@@ -58,25 +59,31 @@ def warm_up(runner: ModelRunner, pump: Callable[[], None]) -> WarmUp:
         seconds = _run(runner, num_tokens)
         return seconds if perf_counter() > deadline else min(seconds, _run(runner, num_tokens))
 
+    def may_grow(num_tokens: int, seconds: float) -> bool:
+        is_enough = num_tokens >= (fixed_chunk or _MAX_CHUNK) or (seconds >= 0.8 * limit_s and not fixed_chunk)
+        return not is_enough and perf_counter() < deadline
+
     _run(runner, _MIN_CHUNK)  # the first step of a process pays for what is set up once
     decode_s = best(1)
     num_tokens, seconds = _MIN_CHUNK, best(_MIN_CHUNK)
-    while seconds < 0.8 * limit_s and num_tokens < _MAX_CHUNK and perf_counter() < deadline:
-        num_tokens = _next_size(num_tokens, seconds, limit_s)
+    while may_grow(num_tokens, seconds):
+        num_tokens = _next_size(num_tokens, seconds, fixed_chunk, limit_s)
         seconds = best(num_tokens)
     pump()
-    chunk = max(_MIN_CHUNK, min(_MAX_CHUNK, _rounded(num_tokens * min(2.0, limit_s / seconds))))
+    chunk = fixed_chunk or _rounded(num_tokens * min(2.0, limit_s / seconds))
     return WarmUp(chunk, seconds * chunk / num_tokens, decode_s)
 
 
-def _next_size(num_tokens: int, seconds: float, limit_s: float) -> int:
-    """Towards the limit, at most four times as many: a small step says little about a large one."""
+def _next_size(num_tokens: int, seconds: float, fixed_chunk: int, limit_s: float) -> int:
+    """Towards the chunk, at most four times as many tokens: a small step says little about a large one."""
+    if fixed_chunk:
+        return min(fixed_chunk, 4 * num_tokens)
     factor = min(4.0, max(1.25, limit_s / seconds))
     return min(_MAX_CHUNK, max(num_tokens + _CHUNK_STEP, _rounded(num_tokens * factor)))
 
 
 def _rounded(num_tokens: float) -> int:
-    return int(num_tokens) // _CHUNK_STEP * _CHUNK_STEP
+    return max(_MIN_CHUNK, min(_MAX_CHUNK, int(num_tokens) // _CHUNK_STEP * _CHUNK_STEP))
 
 
 def _run(runner: ModelRunner, num_tokens: int) -> float:

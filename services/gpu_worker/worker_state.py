@@ -23,14 +23,13 @@ import torch
 from torch import Tensor
 
 from services.gpu_worker.page_table import PageTable
-from services.gpu_worker.sampler import DrawnRows
+from services.gpu_worker.prepared_step import Bools, PreparedStep, StepRows
 from services.gpu_worker.sampling_table import SamplingTable
 from services.gpu_worker.step_inputs import StepInputs
 from services.gpu_worker.uploads import Int64s, upload_together
 from services.wire.messages import NewRow, StepPlan
 
 Int32s = npt.NDArray[np.int32]
-Bools = npt.NDArray[np.bool_]
 _NOT_STARTED = -1  # num_computed of a row whose first start position is still to come
 
 logger = logging.getLogger(__name__)
@@ -56,50 +55,6 @@ class WorkerSizes:
     vocab_size: int
     page_size: int
     num_pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """The rows of one step as its result names them; later plans change the state, not this.
-
-    Attributes:
-        rows: [num_rows] their numbers.
-        request_ids, attempts: who held them.
-        first_indexes: [num_rows] output index of the token to be sampled.
-        starts: [num_rows] first position computed.
-        samples: [num_rows] whether a token is sampled.
-        is_refused: [num_rows] whether the request holds ids that the model does not have.
-    """
-
-    rows: Int64s
-    request_ids: list[bytes]
-    attempts: Int64s
-    first_indexes: Int64s
-    starts: Int64s
-    samples: Bools
-    is_refused: Bools
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedStep:
-    """A plan, laid out.
-
-    Attributes:
-        inputs: for the model; the logits of every row's last token are asked for, sampling or not, because they show
-            whether the row is still finite.
-        groups: which rows draw, for the sampler.
-        sampling_places: [n] int64 on the device, rows of the logits whose token is kept.
-        sampling_rows: [n] int64 on the device, the rows that these are.
-        rows: for the result.
-        pages_to_clear: pages that a failed row has left, to be cleared before this step runs.
-    """
-
-    inputs: StepInputs
-    groups: list[DrawnRows]
-    sampling_places: Tensor
-    sampling_rows: Tensor
-    rows: StepRows
-    pages_to_clear: list[int]
 
 
 @dataclass(slots=True)

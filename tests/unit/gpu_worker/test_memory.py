@@ -1,0 +1,146 @@
+"""What the KV pool may take: the arithmetic, the refusals, and the limits of a host or container."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.gpu_worker import host_limits
+from services.gpu_worker.kv_cache import KvCacheShape
+from services.gpu_worker.memory import MemoryState, measure_memory, pool_size
+from services.gpu_worker.start_up import choose_device, token_budget
+from services.runtime.config import Settings
+from services.runtime.service import StartError
+
+GIB = 2**30
+SHAPE = KvCacheShape(num_layers=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float16)
+PAGE = SHAPE.bytes_per_page  # 32 KiB
+
+
+def on_cpu(total: int = 16 * GIB, available: int = 12 * GIB, activations: int = GIB) -> MemoryState:
+    return MemoryState(total, available, weights=2 * GIB, activations=activations, is_cpu=True)
+
+
+def on_cuda(total: int = 80 * GIB, available: int = 60 * GIB, activations: int = 2 * GIB) -> MemoryState:
+    return MemoryState(total, available, weights=20 * GIB, activations=activations, is_cpu=False)
+
+
+def pages(memory: MemoryState, context: int = 4096, **settings: float) -> int:
+    return pool_size(memory, SHAPE, Settings(**settings), context).num_pages  # type: ignore[arg-type]
+
+
+def test_a_cpu_pool_takes_at_most_a_quarter_of_the_memory() -> None:
+    assert pages(on_cpu()) == 4 * GIB // PAGE - 1
+
+
+def test_a_cpu_pool_leaves_room_for_a_step_when_little_is_free() -> None:
+    assert pages(on_cpu(available=3 * GIB), mem_fraction_static=0.5) == GIB // 2 // PAGE - 1
+
+
+def test_a_cuda_pool_fills_the_static_share_beside_the_weights() -> None:
+    assert pages(on_cuda(), mem_fraction_static=0.75) == 40 * GIB // PAGE - 1
+
+
+def test_a_cuda_pool_never_takes_what_a_step_needs() -> None:
+    assert pages(on_cuda(activations=10 * GIB), mem_fraction_static=1.0) == 50 * GIB // PAGE - 1
+
+
+def test_the_operator_s_number_of_tokens_decides() -> None:
+    assert pages(on_cpu(), kv_cache_tokens=64) == 4
+    assert pages(on_cpu(), kv_cache_tokens=65) == 5
+    assert pages(on_cpu(available=3 * GIB), kv_cache_tokens=GIB // PAGE * 16) == GIB // PAGE
+
+
+def test_too_many_tokens_are_refused_with_the_numbers() -> None:
+    with pytest.raises(StartError, match=r"--kv-cache-tokens 2000000 takes 3\.81 GiB, but 2\.00 GiB are left \(of 16"):
+        pages(on_cpu(available=3 * GIB), kv_cache_tokens=2_000_000)
+
+
+@pytest.mark.parametrize("memory", [on_cpu(available=GIB), on_cuda(total=24 * GIB, available=GIB, activations=GIB)])
+def test_too_little_for_one_request_is_refused_with_the_numbers(memory: MemoryState) -> None:
+    with pytest.raises(StartError, match=r"512 tokens take 1\.0 MiB in pages of 16, there are 0\.0 MiB \(of .*1\.00 G"):
+        pages(memory)
+
+
+def test_a_short_context_needs_no_more_pool_than_itself() -> None:
+    memory = on_cpu(total=16 * GIB, available=GIB + 8 * PAGE, activations=GIB)
+    assert pages(memory, context=100, mem_fraction_static=1.0) == 7
+    with pytest.raises(StartError, match="100 tokens"):
+        pages(on_cpu(available=GIB + 7 * PAGE), context=100, mem_fraction_static=1.0)
+
+
+def test_the_table_tells_all_four_parts() -> None:
+    lines = pool_size(on_cpu(), SHAPE, Settings(), 4096).lines
+    assert [line.split()[1] for line in lines] == ["weights", "KV", "activations", "free"]
+    assert "2.00 GiB" in lines[0]
+    assert "4.00 GiB" in lines[1]
+    assert "131,071 pages of 16, 2,097,136 tokens" in lines[1]
+    assert "1.00 GiB" in lines[2]
+    assert "7.00 GiB" in lines[3]
+
+
+def test_measuring_sees_what_a_step_takes_and_gives_back() -> None:
+    def step() -> None:
+        torch.ones(64 * 2**20, dtype=torch.uint8)
+
+    memory = measure_memory(torch.device("cpu"), 5, step)
+    assert 60 * 2**20 <= memory.activations <= 200 * 2**20
+    assert memory.weights == 5
+    assert 0 < memory.available <= memory.total
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (Settings(), 300 + 256),
+        (Settings(chunked_prefill_size=100, max_running_requests=8), 108),
+        (Settings(chunked_prefill_size=-1, max_running_requests=8), 1000 + 8),
+        (Settings(chunked_prefill_size=-1, max_running_requests=8, kv_cache_tokens=640), 640 + 8),
+        (Settings(max_num_batched_tokens=77), 77),
+    ],
+)
+def test_the_token_budget_is_what_the_scheduler_computes(settings: Settings, expected: int) -> None:
+    assert token_budget(settings, chunk_tokens=300, max_model_len=1000) == expected
+
+
+def test_a_cpu_is_chosen_where_it_is_asked_for() -> None:
+    assert choose_device(Settings(device="cpu")).type == "cpu"
+
+
+# ---------------------------------------------------------------- hosts and containers
+
+
+def write(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = folder / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="ascii")
+    return folder
+
+
+def test_cores_are_those_of_the_container(tmp_path: Path) -> None:
+    own = len(os.sched_getaffinity(0))
+    assert host_limits.num_cores(tmp_path) == own
+    assert host_limits.num_cores(write(tmp_path / "free", cpu_dot_max="max 100000\n")) == own
+    assert host_limits.num_cores(write(tmp_path / "half", cpu_dot_max="50000 100000\n")) == 1
+    assert host_limits.num_cores(write(tmp_path / "many", cpu_dot_max="99900000 100000\n")) == own
+    old = write(tmp_path / "old", cpu__cpu_dot_cfs_quota_us="100000\n", cpu__cpu_dot_cfs_period_us="100000\n")
+    assert host_limits.num_cores(old) == 1
+    free = write(tmp_path / "older", cpu__cpu_dot_cfs_quota_us="-1\n", cpu__cpu_dot_cfs_period_us="100000\n")
+    assert host_limits.num_cores(free) == own
+
+
+def test_memory_is_that_of_the_container(tmp_path: Path) -> None:
+    host = host_limits.total_memory_bytes(tmp_path)
+    assert host == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    small = write(tmp_path / "small", memory_dot_max=f"{GIB}\n", memory_dot_current=f"{GIB // 4}\n")
+    assert host_limits.total_memory_bytes(small) == GIB
+    assert host_limits.available_memory_bytes(small) == GIB - GIB // 4
+    free = write(tmp_path / "free", memory_dot_max="max\n", memory_dot_current="4096\n")
+    assert host_limits.total_memory_bytes(free) == host
+    assert 0 < host_limits.available_memory_bytes(free) <= host
+    old = write(tmp_path / "old", memory__memory_dot_limit_in_bytes=f"{GIB}", memory__memory_dot_usage_in_bytes="0")
+    assert host_limits.available_memory_bytes(old) == min(GIB, host_limits.available_memory_bytes(tmp_path))

@@ -1,0 +1,109 @@
+"""How a worker ends: told to, alone, or because it cannot start; also as a process of its own."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from services.gpu_worker.scheduler_link import SchedulerLostError
+from services.runtime import session
+from services.runtime.config import Settings
+from services.runtime.service import StartError
+from services.wire.messages import Goodbye, Heartbeat, State
+from tests.sockets import Sockets
+from tests.unit.gpu_worker.worker_peer import (
+    MAX_ROWS,
+    PAGE_SIZE,
+    POOL_TOKENS,
+    TestScheduler,
+    new_requests,
+    start_process,
+    worker_thread,
+)
+
+
+def test_a_silent_scheduler_ends_the_worker(settings: Settings, net: Sockets, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "SILENCE_LIMIT_S", 0.6)
+    with worker_thread(settings) as worker:
+        scheduler = TestScheduler(net)
+        scheduler.wait_ready()
+        scheduler.wait_for(Heartbeat, len(scheduler.all_of(Heartbeat)) + 1)
+        error = worker.wait_ended()
+        assert isinstance(error, SchedulerLostError)
+        assert "has said nothing" in str(error)
+
+
+def test_told_to_stop_it_finishes_what_is_planned_and_says_goodbye(
+    settings: Settings, net: Sockets, alone: list[list[int]]
+) -> None:
+    with worker_thread(settings) as worker:
+        scheduler = TestScheduler(net)
+        scheduler.wait_ready()
+        requests = new_requests()
+        writer = scheduler.new_writer()
+        scheduler.generate(writer, requests, 1)
+        worker.stop()
+        scheduler.generate(writer, requests)
+        assert [request.output for request in requests] == alone
+        assert worker.wait_ended(scheduler) is None
+        assert scheduler.wait_for(Goodbye)
+        assert State.DRAINING in [beat.state for beat in scheduler.all_of(Heartbeat)]
+
+
+def test_prc_03_told_to_stop_before_it_is_ready_it_ends_at_once(settings: Settings, net: Sockets) -> None:
+    with worker_thread(settings) as worker:
+        worker.stop()
+        assert worker.wait_ended() is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": "/nowhere/at/all"}, "/nowhere/at/all: no such folder or file"),
+        ({"max_model_len": 257}, "256 positions"),
+        ({"kv_cache_tokens": 2**31 - 1}, "--kv-cache-tokens"),
+        ({"run_dir": ""}, "--scheduler-endpoint or --run-dir"),
+    ],
+)
+def test_prc_10_what_cannot_start_says_why(settings: Settings, change: dict[str, object], words: str) -> None:
+    with worker_thread(replace(settings, **change)) as worker:  # type: ignore[arg-type]
+        error = worker.wait_ended()
+        assert isinstance(error, StartError)
+        assert words in str(error)
+        assert "\n" not in str(error)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_prc_10_cuda_without_a_device_says_so(settings: Settings) -> None:
+    with worker_thread(replace(settings, device="cuda")) as worker:
+        assert "torch finds no CUDA device" in str(worker.wait_ended())
+
+
+# ---------------------------------------------------------------- as a process
+
+
+def test_prc_10_a_broken_model_path_ends_the_process_with_status_2_and_one_line(net: Sockets) -> None:
+    process = start_process(model="/nowhere/model.gguf", run_dir=net.directory)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert errors.startswith("tokenway gpu_worker: /nowhere/model.gguf: no such folder or file")
+    assert errors.count("\n") == 1
+
+
+def test_the_process_serves_and_ends_with_status_0_on_sigterm(settings: Settings, net: Sockets) -> None:
+    own = {"model": settings.model, "run_dir": settings.run_dir, "kv_cache_tokens": POOL_TOKENS, "page_size": PAGE_SIZE}
+    process = start_process(device="cpu", max_running_requests=MAX_ROWS, num_threads=1, instance="0", **own)
+    scheduler = TestScheduler(net)
+    scheduler.wait_ready()
+    requests = new_requests()
+    scheduler.generate(scheduler.new_writer(), requests, 2)
+    process.send_signal(signal.SIGTERM)
+    scheduler.wait_for(Goodbye)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    for words in ("llama", "weights from", "KV pool", "activations", "attention: PagedCpuAttention", "warm-up"):
+        assert words in errors
+    assert "Traceback" not in errors

@@ -1,0 +1,179 @@
+"""A worker, in this process or its own, and the scheduler that a test plays to it on a real socket."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from bench.random_checkpoints import Shape
+from services.gpu_worker.service import main
+from services.runtime.config import Settings
+from services.runtime.service import Process
+from services.wire.endpoints import Identity
+from services.wire.messages import (
+    PROTOCOL_VERSION,
+    Heartbeat,
+    Hello,
+    Role,
+    SamplingParams,
+    State,
+    StepPlan,
+    StepResult,
+    Welcome,
+)
+from services.wire.transport import BlockingReceiver
+from tests.sockets import DEADLINE_S, Sockets
+from tests.unit.gpu_worker.plan_writer import PlanWriter, Request
+
+T = TypeVar("T")
+ROOT = Path(__file__).parents[3]
+SHAPE = Shape(vocab_size=120, hidden_size=32, intermediate_size=48, num_layers=2, max_positions=256)
+MAX_ROWS, PAGE_SIZE, POOL_TOKENS = 8, 4, 400
+_HEARTBEAT_S = 0.2
+
+
+def worker_settings(model: Path, run_dir: Path) -> Settings:
+    """A small worker that starts quickly."""
+    return Settings(
+        model=str(model),
+        device="cpu",
+        run_dir=str(run_dir),
+        page_size=PAGE_SIZE,
+        kv_cache_tokens=POOL_TOKENS,
+        max_running_requests=MAX_ROWS,
+        chunked_prefill_size=64,
+        num_threads=1,
+        instance="0",
+    )
+
+
+def new_requests() -> list[Request]:
+    """Greedy and seeded ones."""
+    return [Request(n, [n, 3, n + 7], SamplingParams(n % 2 * 1.1, 0.9, 0, 0.0, n, 0)) for n in range(4)]
+
+
+class TestScheduler:
+    """Welcomes one worker, says that it lives while it waits, and keeps what it hears."""
+
+    __test__ = False
+
+    def __init__(self, sockets: Sockets, epoch: int = 7) -> None:
+        self.epoch = epoch
+        self.port = sockets.router()
+        self.worker = b""
+        self.heard: list[object] = []
+        self.welcomes = True
+        self._receiver = BlockingReceiver([self.port])
+        self._heartbeat_s = 0.0
+
+    def wait_for(self, kind: type[T], count: int = 1) -> list[T]:
+        """The messages of a kind, once so many have been heard since the start."""
+        deadline = time.monotonic() + DEADLINE_S
+        while len(found := self.all_of(kind)) < count:
+            assert time.monotonic() < deadline, f"waited too long for {count} {kind.__name__}, heard {self.heard[-5:]}"
+            self.turn()
+        return found
+
+    def all_of(self, kind: type[T]) -> list[T]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def wait_ready(self) -> Hello:
+        """The greeting with the card."""
+        while (hello := self.wait_for(Hello)[-1]).worker is None:
+            self.wait_for(Hello, len(self.all_of(Hello)) + 1)
+        return hello
+
+    def turn(self, wait_s: float = 0.05) -> None:
+        """Takes what comes, answers greetings, sends a heartbeat when it is due."""
+        for _, envelope in self._receiver.receive_batch(wait_s):
+            self.heard.append(envelope.message)
+            self.worker = envelope.peer
+            if isinstance(envelope.message, Hello) and self.welcomes:
+                self.send(Welcome(PROTOCOL_VERSION, self.epoch))
+        if self.worker and self.welcomes and time.monotonic() >= self._heartbeat_s:
+            self._heartbeat_s = time.monotonic() + _HEARTBEAT_S
+            self.port.send_now(self.worker, Heartbeat(self.epoch, State.READY, 0))
+
+    def send(self, message: object) -> None:
+        assert self.port.send(self.worker, message)
+
+    def new_writer(self) -> PlanWriter:
+        """Of plans in this scheduler's name, from step 0 on."""
+        return PlanWriter(PAGE_SIZE, POOL_TOKENS // PAGE_SIZE, MAX_ROWS, self.epoch)
+
+    def generate(self, writer: PlanWriter, requests: list[Request], num_outputs: int = 5) -> None:
+        """Whole prompts, then a token each until all have so many."""
+        while open_ones := [request for request in requests if len(request.output) < num_outputs]:
+            parts = [(r, (r.num_expected or len(r.token_ids)) - r.num_planned) for r in open_ones]
+            writer.take(self.run(writer.plan(*parts)))
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Sends a plan and waits for its result."""
+        count = len(self.all_of(StepResult)) + 1
+        self.send(plan)
+        return self.wait_for(StepResult, count)[-1]
+
+
+class WorkerThread:
+    """The real service, run by a thread of this process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.process = Process(settings, Identity(Role.GPU_WORKER, "0"))
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """What SIGTERM does."""
+        self.process.is_stopping = True
+        if self.process.on_stop is not None:
+            self.process.on_stop()
+
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait_ended(self, scheduler: TestScheduler | None = None) -> BaseException | None:
+        """The error that the service ended with, or None."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self._thread.is_alive():
+            assert time.monotonic() < deadline, "the worker does not end"
+            if scheduler is not None:
+                scheduler.turn(0.02)
+            else:
+                self._thread.join(0.05)
+        return self.error
+
+    def _run(self) -> None:
+        try:
+            main(self.process)
+        except BaseException as error:
+            self.error = error
+
+
+@contextmanager
+def worker_thread(settings: Settings) -> Iterator[WorkerThread]:
+    """A worker that has ended when the block ends."""
+    worker = WorkerThread(settings)
+    try:
+        yield worker
+    finally:
+        worker.stop()
+        worker.wait_ended()
+
+
+def start_process(**settings: object) -> subprocess.Popen[str]:
+    """`python -m services.gpu_worker` with settings in its environment, as the launcher starts it."""
+    environment = {f"TOKENWAY_{name.upper()}": str(value) for name, value in settings.items()}
+    return subprocess.Popen(
+        [sys.executable, "-m", "services.gpu_worker"],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"} | environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
