@@ -98,6 +98,7 @@ class EventStream:
     def open(self, output: EventOutput) -> None:
         """The head of the response is out: events may follow."""
         self._output = output
+        self._last_write_s = time.monotonic()  # the head counts: a completion's first chunk is its first token
         self._write(b"".join(self._chunks.opening(choice) for choice in range(len(self._texts))))
         self.flush()
 

@@ -152,19 +152,21 @@ def test_sse_05_an_error_comes_after_the_text_and_ends_the_stream_once() -> None
     run(test)
 
 
-def test_a_comment_is_written_when_nothing_else_was_for_ten_seconds() -> None:
+@pytest.mark.parametrize("head", [CHAT, TEXT])
+def test_a_comment_is_written_when_nothing_else_was_for_ten_seconds(head: AnswerHead) -> None:
     async def test() -> None:
-        stream, output = EventStream(ChunkWriter(CHAT, 1), [""]), Output()
+        stream, output = EventStream(ChunkWriter(head, 1), [""]), Output()
         stream.keep_alive(1e9)
         stream.open(output)
-        opened_s = stream._last_write_s
+        opened_s, num_written = stream._last_write_s, len(output.writes)
+        assert num_written == head.is_chat
         stream.keep_alive(opened_s + KEEP_ALIVE_S - 0.1)
-        assert len(output.writes) == 1
+        assert len(output.writes) == num_written
         stream.keep_alive(opened_s + KEEP_ALIVE_S)
-        assert output.writes[1:] == [b": keep-alive\n\n"]
+        assert output.writes[num_written:] == [b": keep-alive\n\n"]
         output.is_blocked = True
         stream.keep_alive(1e9)
-        assert len(output.writes) == 2
+        assert len(output.writes) == num_written + 1
 
     run(test)
 
