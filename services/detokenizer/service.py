@@ -87,7 +87,7 @@ class DetokenizerService:
         draining_s = now_s - self._drain_began_s
         if not self._session.is_welcome or self._is_drained(draining_s):
             return True
-        if draining_s < self._process.settings.drain_timeout_s:
+        if draining_s < self._process.drain_timeout_s:
             return False
         _log.warning("drain time is over: %d answers end here", self._decoders.num_open)
         self._decoders.end_all(Finish.BACKEND_LOST)

@@ -111,7 +111,7 @@ class WorkerService:
         if not self._process.is_stopping:
             return False
         if self._drain_deadline_s is None:
-            self._drain_deadline_s = now_s + self._process.settings.drain_timeout_s
+            self._drain_deadline_s = now_s + self._process.drain_timeout_s
             self._last_plan_s = now_s
             self._link.session.set_state(State.DRAINING, now_s)
             logger.info("draining: %d rows are held", self._worker.state.num_held)

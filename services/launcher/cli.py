@@ -15,7 +15,7 @@ from services.launcher.models import ALIASES, fetch, find_on_disk, models_direct
 from services.launcher.port import reserve_port
 from services.launcher.progress import HttpStartup, SilentStartup, show
 from services.launcher.run_directory import given_run_directory, new_run_directory
-from services.launcher.supervisor import EXIT_INTERRUPTED, Patience, Startup, Supervisor
+from services.launcher.supervisor import EXIT_INTERRUPTED, Startup, Stop, Supervisor
 from services.runtime.config import Settings, SettingsError, add_flags, inherited_environment, load_settings
 from services.runtime.service import EXIT_BAD_START, StartError
 from services.wire.errors import WireError
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _serve(rest)
             case _:
                 return _models(parser.parse_args(words))
-    except (SettingsError, StartError, WireError) as error:
+    except (SettingsError, StartError, WireError, OSError) as error:
         print(f"tokenway: {error}", file=sys.stderr)
         return EXIT_BAD_START
     except KeyboardInterrupt:
@@ -92,7 +92,7 @@ def _serve(arguments: Sequence[str]) -> int:
             settings = dataclasses.replace(settings, model=str(model.path), served_model_name=name)
         run_dir = stack.enter_context(_run_directory(settings, role))
         specs = _child_specs(roles, dataclasses.replace(settings, run_dir=str(run_dir)))
-        return Supervisor(specs, _startup(settings, specs, roles), Patience.to_drain(settings.drain_timeout_s)).run()
+        return Supervisor(specs, _startup(settings, specs, roles), Stop.draining(settings.drain_timeout_s)).run()
 
 
 def _take_role(arguments: Sequence[str]) -> tuple[Role | None, list[str]]:

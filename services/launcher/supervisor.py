@@ -23,7 +23,7 @@ from typing import Protocol
 
 from services.launcher.child import Child, ChildSpec
 from services.launcher.signals import SignalReader
-from services.runtime.service import BAD_START_MARK, EXIT_BAD_START, EXIT_FAILURE
+from services.runtime.service import BAD_START_MARK, EXIT_BAD_START, EXIT_FAILURE, HURRY_SIGNAL
 
 EXIT_INTERRUPTED = 130
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -40,34 +40,37 @@ class Startup(Protocol):
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long a stop waits: for the children of the first order, then for each later order; then it kills."""
+class Stop:
+    """How the children are stopped: the signal they get, how long those of the first order have, then each later order.
 
+    What has not ended by then is killed.
+    """
+
+    number: signal.Signals
     first_s: float
     later_s: float
 
     @classmethod
-    def to_drain(cls, drain_timeout_s: float) -> Patience:
+    def draining(cls, drain_timeout_s: float) -> Stop:
         """For SIGTERM. The children keep the drain time themselves; the margin is for their last words."""
-        return cls(drain_timeout_s + 2.0, 3.0)
+        return cls(signal.SIGTERM, drain_timeout_s + 2.0, 3.0)
 
 
-_IN_HASTE = Patience(2.0, 1.0)  # Ctrl-C: all is gone within 5 s
-# After a death: long enough for the tokenizers to hear of it (3 s of silence) and to end their streams with an error.
-_AFTER_A_DEATH = Patience(3.8, 0.5)
+# After Ctrl-C or a death. Open streams end with an error, which takes no time; all is gone within 5 s whatever happens.
+_IN_HASTE = Stop(HURRY_SIGNAL, 2.0, 1.0)
 
 
 class Supervisor:
     """Runs children until the first of them ends or a signal says stop; then ends all."""
 
-    def __init__(self, specs: Sequence[ChildSpec], startup: Startup, drain: Patience) -> None:
+    def __init__(self, specs: Sequence[ChildSpec], startup: Startup, drain: Stop) -> None:
         self._specs = specs
         self._startup = startup
         self._drain = drain
         self._children: list[Child] = []
         self._selector = selectors.DefaultSelector()
         self._status = 0
-        self._patience: Patience | None = None  # set once stopping
+        self._stopping: Stop | None = None  # set once stopping
         self._stop_order = -1
         self._deadline_s: float | None = None  # once stopping: when those of the present order are killed
 
@@ -99,7 +102,7 @@ class Supervisor:
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:
             return  # it has woken the loop, which looks at every child
-        if self._patience is not None and number == signal.SIGINT:
+        if self._stopping is not None and number == signal.SIGINT:
             _say("killing what is left")
             self._kill_all()
         elif number == signal.SIGTERM:
@@ -112,31 +115,31 @@ class Supervisor:
             self._children.remove(child)
             self._stop_reading(child)
             _pass_on(child.finish())
-            if self._patience is None:
+            if self._stopping is None:
                 _say(child.describe_end())
-                self._stop(_AFTER_A_DEATH, EXIT_BAD_START if child.status == EXIT_BAD_START else EXIT_FAILURE)
+                self._stop(_IN_HASTE, EXIT_BAD_START if child.status == EXIT_BAD_START else EXIT_FAILURE)
 
     def _go_on_stopping(self) -> None:
-        if self._patience is None:
+        if self._stopping is None:
             return
         if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
             self._kill(self._stop_order)
         if all(child.spec.stop_order != self._stop_order for child in self._children):
-            self._stop_next(self._patience.later_s)
+            self._stop_next(self._stopping.number, self._stopping.later_s)
 
-    def _stop(self, patience: Patience, status: int) -> None:
-        if self._patience is None:
-            self._patience, self._status = patience, status
+    def _stop(self, stop: Stop, status: int) -> None:
+        if self._stopping is None:
+            self._stopping, self._status = stop, status
             self._startup.end()
-            self._stop_next(patience.first_s)
+            self._stop_next(stop.number, stop.first_s)
 
-    def _stop_next(self, patience_s: float) -> None:
+    def _stop_next(self, number: signal.Signals, patience_s: float) -> None:
         """Asks the children whose turn it is to end, and gives them that long."""
         self._deadline_s = time.monotonic() + patience_s
         self._stop_order = min((child.spec.stop_order for child in self._children), default=self._stop_order)
         for child in self._children:
             if child.spec.stop_order == self._stop_order:
-                child.send_signal(signal.SIGTERM)
+                child.send_signal(number)
 
     def _kill(self, stop_order: int) -> None:
         self._deadline_s = None

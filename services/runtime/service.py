@@ -38,6 +38,7 @@ from services.wire.messages import Role
 
 EXIT_FAILURE = 1
 EXIT_BAD_START = 2  # settings, model files, endpoints: starting again will not help
+HURRY_SIGNAL = signal.SIGUSR1  # from the launcher: end what is open with an error now, do not drain
 BAD_START_MARK = b"tokenway "  # begins the one line on standard error that tells why a process cannot start
 _PR_SET_PDEATHSIG = 1
 
@@ -57,6 +58,8 @@ class Process:
     registry: CollectorRegistry = field(default_factory=metrics.new_registry)
     is_stopping: bool = False
     """Set by SIGTERM or SIGINT: finish what is open, then return."""
+    is_hurried: bool = False
+    """Set before `is_stopping` when there is no time to let requests finish: the group has lost a process."""
     on_stop: Callable[[], None] | None = None
     """Called once, in the signal handler, when stopping begins: a service puts its receiver's `interrupt` here."""
     pulse: Pulse | None = None
@@ -67,6 +70,11 @@ class Process:
     def is_orphan(self) -> bool:
         """Whether the parent has died (the way to notice it where the kernel sends no signal)."""
         return os.getppid() != self._parent
+
+    @property
+    def drain_timeout_s(self) -> float:
+        """How long what is open may take to finish, once stopping."""
+        return 0.0 if self.is_hurried else self.settings.drain_timeout_s
 
     def new_session(self, address: str) -> SchedulerSession:
         """This process's session with the scheduler; `address` is where peers reach it, or ""."""
@@ -131,8 +139,8 @@ def run_service(role: Role, main: Callable[[Process], None]) -> None:
     """Runs one process and ends it with a status: 0 when `main` returned, 1 when it failed, 2 when it could not start.
 
     SIGTERM and SIGINT set `is_stopping`; a second one of the same kind ends the process at once (of the same kind,
-    because Ctrl-C reaches every process of a terminal, and their parent then sends SIGTERM). The process dies with its
-    parent.
+    because Ctrl-C reaches every process of a terminal, and their parent then sends SIGTERM). HURRY_SIGNAL does too, and
+    sets `is_hurried` before. The process dies with its parent.
     """
     die_with_parent()
     faulthandler.enable()
@@ -170,8 +178,13 @@ def _install_signals(process: Process) -> None:
         if process.on_stop is not None:
             process.on_stop()
 
+    def hurry(signum: int, frame: FrameType | None) -> None:
+        process.is_hurried = True
+        stop(signum, frame)
+
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    signal.signal(HURRY_SIGNAL, hurry)
 
 
 def die_with_parent(parent: int | None = None) -> None:

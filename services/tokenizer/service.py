@@ -28,7 +28,7 @@ from services.model_files.source import ModelFiles, open_model
 from services.model_files.tokenizer import LoadedTokenizer, load_tokenizer
 from services.runtime.config import Settings
 from services.runtime.service import Process, StartError
-from services.tokenizer.api_error import unavailable
+from services.tokenizer.api_error import Code, unavailable
 from services.tokenizer.completions import Completions
 from services.tokenizer.http_api import HttpApi
 from services.tokenizer.http_connection import ConnectionLimits, HttpServer
@@ -62,7 +62,7 @@ class TokenizerService:
     def __init__(self, process: Process, loaded: _Loaded, listeners: list[socket.socket]) -> None:
         """Must be made inside a running event loop."""
         settings = process.settings
-        self._settings = settings
+        self._process = process
         self._listeners = listeners
         self._stopping = asyncio.Event()
         self._encoder = TextEncoder(loaded.tokenizer, _encoder_settings(settings, loaded.model))
@@ -113,8 +113,8 @@ class TokenizerService:
         logger.info("draining")
         self._link.view.is_draining = True
         self._link.set_state(State.DRAINING)
-        deadline_s = time.monotonic() + self._settings.drain_timeout_s
-        await _unless_ended(link, asyncio.sleep(self._notice_s))
+        deadline_s = time.monotonic() + self._process.drain_timeout_s
+        await _unless_ended(link, asyncio.sleep(min(self._notice_s, self._process.drain_timeout_s)))
         for server in serving:
             server.close()
         await asyncio.sleep(0)  # what has arrived is handed to its handlers before idle connections are closed
@@ -124,7 +124,7 @@ class TokenizerService:
                 await _unless_ended(link, self._api.idle.wait())
         if not self._api.idle.is_set():
             logger.warning("drain time is over: %d requests end here", len(self._link.table.requests))
-            self._link.table.fail_all(unavailable("draining", "the server is shutting down"))
+            self._link.table.fail_all(unavailable(Code.DRAINING, "the server is shutting down"))
         await self._server.shutdown(_LAST_WORDS_S)
 
 

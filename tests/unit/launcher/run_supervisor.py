@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 
 from services.launcher.child import ChildSpec
 from services.launcher.progress import SilentStartup
-from services.launcher.supervisor import Patience, Supervisor
+from services.launcher.supervisor import Stop, Supervisor
 
 if __name__ == "__main__":
     specs = [
         ChildSpec(entry["name"], (sys.executable, "-u", "-c", entry["code"]), os.environ, entry["stop_order"])
         for entry in json.loads(sys.argv[1])
     ]
-    sys.exit(Supervisor(specs, SilentStartup("test"), Patience(float(sys.argv[2]), float(sys.argv[3]))).run())
+    drain = Stop(signal.SIGTERM, float(sys.argv[2]), float(sys.argv[3]))
+    sys.exit(Supervisor(specs, SilentStartup("test"), drain).run())

@@ -22,7 +22,8 @@ _ROOT = Path(__file__).parents[3]
 _WAIT_FOR_EVER = "import signal, os; print('up', os.getpid()); signal.pause()"
 _DEAF = """
 import os, signal
-signal.signal(signal.SIGTERM, lambda *_: print("not now"))
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: print("not now"))
 print("up", os.getpid())
 while True:
     signal.pause()
