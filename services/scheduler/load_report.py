@@ -72,9 +72,9 @@ class LoadPacer:
         self._sent, self._sent_s, self._is_behind = load, now_s, False
         return True
 
-    def next_s(self, is_busy: bool) -> float:
-        """When to look again."""
-        return self._sent_s + (CHANGED_INTERVAL_S if is_busy or self._is_behind else IDLE_INTERVAL_S)
+    def next_s(self) -> float:
+        """When to look again. What does not change is no reason: a time that has passed would make the loop spin."""
+        return self._sent_s + (CHANGED_INTERVAL_S if self._is_behind else IDLE_INTERVAL_S)
 
 
 def _without_times(load: Load) -> tuple[object, ...]:

@@ -126,7 +126,7 @@ class SchedulerService:
 
     def _next_timer_s(self) -> float:
         is_busy = bool(self._router.num_open)
-        timers = [self._group.next_s(), self._pacer.next_s(is_busy), self._answers.deadlines.next_s()]
+        timers = [self._group.next_s(), self._pacer.next_s(), self._answers.deadlines.next_s()]
         if not is_busy and not self._is_counted:
             timers.append(self._busy_s + _SETTLED_S)
         if self._drain_deadline_s is not None:
