@@ -8,16 +8,54 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from enum import StrEnum
 
 import msgspec
 
 from services.wire.messages import Finish, Refused
 
+
+class Code(StrEnum):
+    """What an error is called in the body, for programs; docs/api.md says when each is given."""
+
+    INVALID_VALUE = "invalid_value"
+    MISSING_FIELD = "missing_field"
+    UNSUPPORTED_FIELD = "unsupported_field"
+    UNSUPPORTED_VALUE = "unsupported_value"
+    UNKNOWN_FIELD = "unknown_field"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    NO_CHAT_TEMPLATE = "no_chat_template"
+    INVALID_JSON = "invalid_json"
+    INVALID_HTTP = "invalid_http"
+    NOT_FOUND = "not_found"
+    MODEL_NOT_FOUND = "model_not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    REQUEST_TIMEOUT = "request_timeout"
+    BODY_TOO_LARGE = "body_too_large"
+    TOO_MANY_VALUES = "too_many_values"
+    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
+    EXPECTATION_FAILED = "expectation_failed"
+    HEADERS_TOO_LARGE = "headers_too_large"
+    INTERNAL_ERROR = "internal_error"
+    NUMERICAL_ERROR = "numerical_error"
+    STARTING = "starting"
+    DRAINING = "draining"
+    QUEUE_FULL = "queue_full"
+    OVERLOADED = "overloaded"
+    BACKEND_LOST = "backend_lost"
+    ABORTED = "aborted"
+    TIMEOUT = "timeout"
+
+
 _STATUS_OF_FINISH = {
-    Finish.ABORTED: (503, "aborted", "the server ended this request"),
-    Finish.NUMERICAL_ERROR: (500, "numerical_error", "the model produced values that are no numbers for this request"),
-    Finish.TIMEOUT: (504, "timeout", "the request ran into its deadline"),
-    Finish.BACKEND_LOST: (503, "backend_lost", "a process that this request needed has died; try again"),
+    Finish.ABORTED: (503, Code.ABORTED, "the server ended this request"),
+    Finish.NUMERICAL_ERROR: (
+        500,
+        Code.NUMERICAL_ERROR,
+        "the model gave values that are no numbers",
+    ),
+    Finish.TIMEOUT: (504, Code.TIMEOUT, "the request ran into its deadline"),
+    Finish.BACKEND_LOST: (503, Code.BACKEND_LOST, "a process that this request needed has died; try again"),
 }
 
 
@@ -27,7 +65,7 @@ class ApiError(Exception):
     Attributes:
         status: 400 to 599.
         message: One line for the client.
-        code: A short machine-readable name.
+        code: A `Code`, or the scheduler's own word.
         param: The request field at fault, None when no field is.
         retry_after_s: When to try again; 0 for no promise.
         allow: The methods of a route that was asked by another one.
@@ -67,12 +105,12 @@ class ApiError(Exception):
         return headers
 
 
-def bad_field(param: str, problem: str, code: str = "invalid_value") -> ApiError:
+def bad_field(param: str, problem: str, code: Code = Code.INVALID_VALUE) -> ApiError:
     """A 400 that names the field."""
     return ApiError(400, f"{param}: {problem}", code=code, param=param)
 
 
-def unavailable(code: str, message: str, retry_after_s: int = 1) -> ApiError:
+def unavailable(code: Code, message: str, retry_after_s: int = 1) -> ApiError:
     """A 503 with Retry-After."""
     return ApiError(503, message, code=code, retry_after_s=max(1, retry_after_s))
 
@@ -80,7 +118,7 @@ def unavailable(code: str, message: str, retry_after_s: int = 1) -> ApiError:
 def internal_error(error_id: str = "") -> ApiError:
     """A 500 whose error id is all that the client learns; log the cause under the same id."""
     error_id = error_id or secrets.token_hex(8)
-    return ApiError(500, f"internal error, id {error_id}", code="internal_error")
+    return ApiError(500, f"internal error, id {error_id}", code=Code.INTERNAL_ERROR)
 
 
 def refusal_error(refused: Refused) -> ApiError:

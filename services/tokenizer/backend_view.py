@@ -6,7 +6,7 @@ Pure: the shell passes messages and the time in. `refusal` is asked before a req
 from __future__ import annotations
 
 from services.runtime.session import SILENCE_LIMIT_S, SchedulerSession
-from services.tokenizer.api_error import ApiError, unavailable
+from services.tokenizer.api_error import ApiError, Code, unavailable
 from services.wire.messages import Load, MemberTelemetry, Role, State, Telemetry
 
 NEEDED_ROLES = (Role.GPU_WORKER, Role.DETOKENIZER)
@@ -63,17 +63,17 @@ class BackendView:
         """Why no request can be taken at this moment; None when one can be submitted."""
         load = self.load
         if not self.session.is_welcome or self.session.is_silent(now_s):
-            return unavailable("starting", "the scheduler is not reached")
+            return unavailable(Code.STARTING, "the scheduler is not reached")
         missing = self.missing_roles()
         if missing:
-            return unavailable("starting", f"the server is not ready: no {' and no '.join(missing)}")
+            return unavailable(Code.STARTING, f"the server is not ready: no {' and no '.join(missing)}")
         if load is None or load.state is State.STARTING or not load.max_total_tokens:
-            return unavailable("starting", "the server is starting")
+            return unavailable(Code.STARTING, "the server is starting")
         if load.state is State.DRAINING:
-            return unavailable("draining", "the server is shutting down", load.retry_after_s)
+            return unavailable(Code.DRAINING, "the server is shutting down", load.retry_after_s)
         if load.max_waiting and load.num_waiting >= load.max_waiting:
             message = f"{load.num_waiting} requests are waiting, at most {load.max_waiting} may"
-            return unavailable("queue_full", message, load.retry_after_s)
+            return unavailable(Code.QUEUE_FULL, message, load.retry_after_s)
         return None
 
     def last_sign_of_work_s(self) -> float:

@@ -17,7 +17,7 @@ from aiohttp import HttpVersion11, web
 
 from services.runtime.config import Settings
 from services.tokenizer.answer_sinks import CollectedAnswers, EventStream
-from services.tokenizer.api_error import ApiError
+from services.tokenizer.api_error import ApiError, Code
 from services.tokenizer.http_body import read_json_body
 from services.tokenizer.http_connection import SERVER_NAME, ChunkedOutput, ClientConnection
 from services.tokenizer.instruments import HttpStatistics
@@ -170,7 +170,7 @@ class Completions:
 
 def model_not_found(name: str) -> ApiError:
     """A 404 for a model that is not served."""
-    return ApiError(404, f"the model {name[:256]!r} does not exist", code="model_not_found", param="model")
+    return ApiError(404, f"the model {name[:256]!r} does not exist", code=Code.MODEL_NOT_FOUND, param="model")
 
 
 def _echoes(call: _Call) -> list[str]:

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from services.runtime import metrics
 from services.runtime.service import Process
-from services.tokenizer.api_error import ApiError, internal_error
+from services.tokenizer.api_error import ApiError, Code, internal_error
 from services.tokenizer.completions import Completions, model_not_found
 from services.tokenizer.health import Health
 from services.tokenizer.http_connection import ClientConnection, error_response
@@ -29,6 +29,18 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CLIENT_GONE = 499
 _MODEL_ROUTE = "/v1/models/"
 _MODEL_BY_ID = f"{_MODEL_ROUTE}{{id}}"
+
+# path -> method; HEAD goes wherever GET does
+ROUTES: Mapping[str, str] = {
+    "/v1/chat/completions": "POST",
+    "/v1/completions": "POST",
+    "/v1/models": "GET",
+    _MODEL_BY_ID: "GET",
+    "/live": "GET",
+    "/ready": "GET",
+    "/health": "GET",
+    "/metrics": "GET",
+}
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -48,21 +60,16 @@ class HttpApi:
         self.idle = asyncio.Event()
         """Set while no request is being answered."""
         self.idle.set()
-        self._routes: Mapping[str, tuple[str, Handler]] = {
-            "/v1/chat/completions": ("POST", completions.chat),
-            "/v1/completions": ("POST", completions.completion),
-            "/v1/models": ("GET", self._models),
-            _MODEL_BY_ID: ("GET", self._model_by_id),
-            "/live": ("GET", self._live),
-            "/ready": ("GET", self._ready),
-            "/health": ("GET", self._health),
-            "/metrics": ("GET", self._metrics),
+        self._handlers: Mapping[str, Handler] = {
+            "/v1/chat/completions": completions.chat,
+            "/v1/completions": completions.completion,
+            "/v1/models": self._models,
+            _MODEL_BY_ID: self._model_by_id,
+            "/live": self._live,
+            "/ready": self._ready,
+            "/health": self._health,
+            "/metrics": self._metrics,
         }
-
-    @property
-    def routes(self) -> list[tuple[str, str]]:
-        """Every (method, path)."""
-        return [(method, path) for path, (method, _) in self._routes.items()]
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers one request."""
@@ -78,6 +85,9 @@ class HttpApi:
                 response.force_close()
             status = response.status
             return response
+        except asyncio.CancelledError:
+            logger.debug("%s: %d, the client has left", route, status)
+            raise
         finally:
             self._http.requests[route, status] += 1
             self._http.num_open -= 1
@@ -88,14 +98,13 @@ class HttpApi:
         """The label of a route for metrics, and what answers."""
         path = request.path
         route = _MODEL_BY_ID if path.startswith(_MODEL_ROUTE) and len(path) > len(_MODEL_ROUTE) else path
-        if route not in self._routes:
-            return "other", _refusing(ApiError(404, f"there is no {quote(path[:256])} here", code="not_found"))
-        method, handler = self._routes[route]
-        allowed = ("GET", "HEAD") if method == "GET" else (method,)
+        if route not in ROUTES:
+            return "other", _refusing(ApiError(404, f"there is no {quote(path[:256])} here", code=Code.NOT_FOUND))
+        allowed = ("GET", "HEAD") if ROUTES[route] == "GET" else (ROUTES[route],)
         if request.method not in allowed:
             message = f"{route} is for {' and '.join(allowed)}"
-            return route, _refusing(ApiError(405, message, code="method_not_allowed", allow=", ".join(allowed)))
-        return route, handler
+            return route, _refusing(ApiError(405, message, code=Code.METHOD_NOT_ALLOWED, allow=", ".join(allowed)))
+        return route, self._handlers[route]
 
     async def _guarded(self, request: web.BaseRequest, handler: Handler) -> web.StreamResponse:
         try:

@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
 from services.runtime.config import Settings
-from services.tokenizer.api_error import ApiError
+from services.tokenizer.api_error import ApiError, Code
 from services.tokenizer.strict_json import decode_object
 
 
@@ -20,7 +20,7 @@ async def read_json_body(request: web.BaseRequest, settings: Settings) -> dict[s
             one that cannot be read or is no JSON object.
     """
     if request.content_type != "application/json" or (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
-        raise ApiError(415, "send the body as application/json in UTF-8", code="unsupported_media_type")
+        raise ApiError(415, "send the body as application/json in UTF-8", code=Code.UNSUPPORTED_MEDIA_TYPE)
     most_bytes = settings.max_body_bytes
     if (request.content_length or 0) > most_bytes:
         raise _too_large(most_bytes)
@@ -29,16 +29,16 @@ async def read_json_body(request: web.BaseRequest, settings: Settings) -> dict[s
         async with asyncio.timeout(settings.body_timeout_s):
             body = await request.read()
     except TimeoutError:
-        raise ApiError(408, "the body of the request did not arrive in time", code="request_timeout") from None
+        raise ApiError(408, "the body of the request did not arrive in time", code=Code.REQUEST_TIMEOUT) from None
     except web.HTTPRequestEntityTooLarge:
         raise _too_large(most_bytes) from None
     except RequestPayloadError:
-        raise ApiError(400, "the body of the request cannot be read", code="invalid_http") from None
+        raise ApiError(400, "the body of the request cannot be read", code=Code.INVALID_HTTP) from None
     return decode_object(body)
 
 
 def _too_large(most_bytes: int) -> ApiError:
-    return ApiError(413, f"the body is over {most_bytes} bytes", code="body_too_large")
+    return ApiError(413, f"the body is over {most_bytes} bytes", code=Code.BODY_TOO_LARGE)
 
 
 async def _answer_expectation(request: web.BaseRequest) -> None:
@@ -47,6 +47,6 @@ async def _answer_expectation(request: web.BaseRequest) -> None:
     if expectation is None:
         return
     if expectation.lower() != "100-continue":
-        raise ApiError(417, "only Expect: 100-continue is understood", code="expectation_failed")
+        raise ApiError(417, "only Expect: 100-continue is understood", code=Code.EXPECTATION_FAILED)
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0

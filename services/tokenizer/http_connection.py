@@ -19,7 +19,7 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
-from services.tokenizer.api_error import ApiError
+from services.tokenizer.api_error import ApiError, Code
 
 MAX_HEADERS = 64
 MAX_HEADER_BYTES = 8 * 1024
@@ -139,7 +139,7 @@ class ClientConnection(RequestHandler):
     def _give_up_head(self) -> None:
         self._head_timer = None
         if self._has_received and self.transport is not None:
-            error = ApiError(408, "the head of the request did not arrive in time", code="request_timeout")
+            error = ApiError(408, "the head of the request did not arrive in time", code=Code.REQUEST_TIMEOUT)
             self.transport.write(_raw_response(error))
         self.force_close()
 
@@ -251,8 +251,8 @@ def error_response(error: ApiError) -> web.Response:
 
 def _head_error(exc: BaseException | None, message: str | None) -> ApiError:
     if isinstance(exc, LineTooLong) or "Too many headers" in (message or ""):
-        return ApiError(431, "the head of the request is too large", code="headers_too_large")
-    return ApiError(400, "the request is not valid HTTP", code="invalid_http")
+        return ApiError(431, "the head of the request is too large", code=Code.HEADERS_TOO_LARGE)
+    return ApiError(400, "the request is not valid HTTP", code=Code.INVALID_HTTP)
 
 
 def _raw_response(error: ApiError) -> bytes:

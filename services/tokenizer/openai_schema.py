@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from services.runtime.config import Settings
-from services.tokenizer.api_error import bad_field
+from services.tokenizer.api_error import Code, bad_field
 from services.tokenizer.field_tables import (
     MESSAGE_FIELDS,
     UNBUILT_IN_CHAT,
@@ -168,7 +168,7 @@ def parse_completion(fields: Mapping[str, object], settings: Settings) -> tuple[
     if num_prompts * body.num_choices > settings.max_prompts:
         raise bad_field("prompt", f"{num_prompts} prompts with n={body.num_choices}, at most {settings.max_prompts}")
     if body.echo and not isinstance(body.prompts[0], str):
-        raise bad_field("echo", "needs the prompt as text", "unsupported_value")
+        raise bad_field("echo", "needs the prompt as text", Code.UNSUPPORTED_VALUE)
     return body, _ignore(ignored, settings)
 
 
@@ -203,13 +203,13 @@ def _unknown_names(
         if name not in unbuilt:
             unknown.append(prefix + name)
         elif not is_neutral(value, unbuilt[name]):
-            raise bad_field(prefix + name, "is not supported by this server", "unsupported_field")
+            raise bad_field(prefix + name, "is not supported by this server", Code.UNSUPPORTED_FIELD)
     return unknown
 
 
 def _ignore(names: list[str], settings: Settings) -> Ignored:
     if names and settings.strict_fields:
-        raise bad_field(names[0][:128], "is not a known field", "unknown_field")
+        raise bad_field(names[0][:128], "is not a known field", Code.UNKNOWN_FIELD)
     return Ignored(tuple(names))
 
 
@@ -233,7 +233,7 @@ def _raise_for(text: str) -> NoReturn:
     problem, param = (found["problem"], found["param"] or "") if found else (text, "")
     missing = _MISSING.match(problem)
     if missing:
-        raise bad_field(".".join(filter(None, (param, missing[1]))), "is required", "missing_field")
+        raise bad_field(".".join(filter(None, (param, missing[1]))), "is required", Code.MISSING_FIELD)
     raise bad_field(param, problem[:1].lower() + problem[1:].replace("`", ""))
 
 

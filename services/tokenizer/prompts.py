@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence
 
-from services.tokenizer.api_error import ApiError, bad_field, unavailable
+from services.tokenizer.api_error import ApiError, Code, bad_field, unavailable
 from services.tokenizer.backend_view import BackendView
 from services.tokenizer.conversation import Conversation
 from services.tokenizer.openai_schema import ChatBody, CompletionBody
 from services.tokenizer.prompt_errors import EncoderBusyError, NoChatTemplateError, PromptError, TextTooLongError
 from services.tokenizer.request_limits import (
     DEFAULT_COMPLETION_TOKENS,
-    TOO_LONG_CODE,
     ServedModel,
     answer_limit,
     check_token_ids,
@@ -82,10 +81,10 @@ async def _blamed_on(param: str, encoding: Awaitable[list[int]]) -> list[int]:
     try:
         return await encoding
     except EncoderBusyError as error:
-        raise unavailable("overloaded", str(error)) from None
+        raise unavailable(Code.OVERLOADED, str(error)) from None
     except TextTooLongError as error:
-        raise ApiError(400, error.message, code=TOO_LONG_CODE, param=error.param or param) from None
+        raise ApiError(400, error.message, code=Code.CONTEXT_LENGTH_EXCEEDED, param=error.param or param) from None
     except NoChatTemplateError as error:
-        raise ApiError(400, error.message, code="no_chat_template", param=error.param) from None
+        raise ApiError(400, error.message, code=Code.NO_CHAT_TEMPLATE, param=error.param) from None
     except PromptError as error:
         raise bad_field(error.param or param, error.message) from None

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.model_files.generation_config import SamplingDefaults
-from services.tokenizer.api_error import ApiError, bad_field
+from services.tokenizer.api_error import ApiError, Code, bad_field
 
 DEFAULT_COMPLETION_TOKENS = 16  # as in the reference; a chat without a limit runs to the end of the context
-TOO_LONG_CODE = "context_length_exceeded"
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def answer_limit(
             else f"the KV pool holds {fits} tokens"
         )
         message = f"the prompt has {num_prompt_tokens} tokens and {limit}, prompt and answer together"
-        raise ApiError(400, message, code=TOO_LONG_CODE, param=param)
+        raise ApiError(400, message, code=Code.CONTEXT_LENGTH_EXCEEDED, param=param)
     return room if wanted is None else min(wanted, room)
 
 

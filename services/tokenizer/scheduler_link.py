@@ -15,10 +15,11 @@ from collections.abc import Sequence
 import zmq
 
 from services.runtime.service import Process
-from services.tokenizer.api_error import ApiError, unavailable
+from services.tokenizer.api_error import ApiError, Code, internal_error, unavailable
 from services.tokenizer.backend_view import BackendView
 from services.tokenizer.stream_table import AnswerSink, OpenRequest, StreamTable
 from services.wire.endpoints import parse_routing_id
+from services.wire.errors import ProtocolError
 from services.wire.messages import Admitted, Load, Refused, Role, State, Submit, Telemetry, TextChunks
 from services.wire.transport import AsyncReceiver, DealerPort, Envelope, Port, RouterPort
 
@@ -75,10 +76,13 @@ class SchedulerLink:
             received_s: When the client's request came, by `time.monotonic`.
         """
         request = self.table.open(submits, sink, received_s)
-        for submit in submits:
-            if not self._scheduler.send(submit):
-                request.fail(unavailable("overloaded", "the scheduler does not keep up"))
-                break
+        try:
+            if not all(self._scheduler.send(submit) for submit in submits):
+                request.fail(unavailable(Code.OVERLOADED, "the scheduler does not keep up"))
+        except ProtocolError:  # no receiver would take it, which the checks before should have seen
+            error = internal_error()
+            logger.exception("a Submit of %d prompt tokens: %s", request.entries[0].num_prompt_tokens, error.message)
+            request.fail(error)
         return request
 
     def close_request(self, request: OpenRequest) -> None:
@@ -211,4 +215,4 @@ class SchedulerLink:
 
 
 def _lost(problem: str) -> ApiError:
-    return unavailable("backend_lost", f"{problem}; try again")
+    return unavailable(Code.BACKEND_LOST, f"{problem}; try again")

@@ -13,7 +13,7 @@ import math
 import re
 from typing import NoReturn
 
-from services.tokenizer.api_error import ApiError
+from services.tokenizer.api_error import ApiError, Code
 
 MAX_COMMAS = 1 << 20
 
@@ -27,7 +27,7 @@ def decode_object(body: bytes) -> dict[str, object]:
         ApiError: 400 `invalid_json` with what is wrong and where; 413 for more values than any request needs.
     """
     if body.count(b",") > MAX_COMMAS:
-        raise ApiError(413, f"the body holds more than {MAX_COMMAS} commas", code="too_many_values")
+        raise ApiError(413, f"the body holds more than {MAX_COMMAS} commas", code=Code.TOO_MANY_VALUES)
     try:
         value = _DECODER.decode(body.decode("utf-8"))
         if _MAY_SPELL_SURROGATE.search(body):
@@ -52,7 +52,7 @@ class _RefusedError(ValueError):
 
 
 def _invalid(problem: str) -> ApiError:
-    return ApiError(400, f"the body is not valid JSON: {problem}", code="invalid_json")
+    return ApiError(400, f"the body is not valid JSON: {problem}", code=Code.INVALID_JSON)
 
 
 def _finite_float(text: str) -> float:

@@ -10,6 +10,7 @@ import pytest
 
 from services.wire.messages import Role
 from tests.unit.tokenizer.backend_peers import READY_LOAD, Server, write_small_model
+from tests.unit.tokenizer.http_client import request, wait_until
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +29,7 @@ def shared_server(small_model_path: Path) -> Iterator[Server]:
 def server(shared_server: Server) -> Iterator[Server]:
     """The shared process, ready, with nothing open; afterwards it must still be alive and have logged no trace."""
     shared_server.backend.script = None
+    wait_until(lambda: request(shared_server.port, "POST", "/v1/completions", b"{").status == 400)
     shared_server.backend.forget()
     yield shared_server
     backend = shared_server.backend

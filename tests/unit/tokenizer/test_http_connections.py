@@ -148,12 +148,12 @@ def test_tok_09_a_huge_prompt_stops_neither_streams_nor_health(start_server: Cal
     server = start_server("--max-model-len", "1000000")
     server.backend.script = OK
     server.backend.tell_load(max_total_tokens=1_000_000)
-    text = "The quick brown fox jumps over the lazy dog, 你好。\n" * 18_000
+    text = "The quick brown fox jumps over the lazy dog, 你好。\n" * 12_000
     with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(request, server.port, "POST", TEXT_PATH, {"prompt": text}) for _ in range(4)]
         num_answered = 0
         while not all(answer.done() for answer in answers):
             assert request(server.port, "GET", "/health").status == 200
             num_answered += 1
-        assert {answer.result().error["code"] for answer in answers} == {"context_length_exceeded"}
+        assert all(answer.result().json()["usage"]["prompt_tokens"] > 500_000 for answer in answers)
     assert num_answered > 20
