@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from services.model_files.generation_config import SamplingDefaults
 from services.tokenizer.openai_schema import SamplingBody
 from services.tokenizer.request_limits import ServedModel
 from services.wire.columns import REQUEST_ID_BYTES, pack_int32
@@ -53,7 +52,7 @@ def build_submits(body: SamplingBody, prompts: Sequence[Prompt], model: ServedMo
     )
     end_token_ids = set() if body.ignore_eos else set(model.end_token_ids)
     stop_token_ids = pack_int32(sorted(end_token_ids.union(body.stop_token_ids or ())))
-    sampling = _sampling(body, model.defaults, seed)
+    sampling = _sampling(body, model, seed)
     submits: list[Submit] = []
     for prompt in prompts:
         first = Submit(
@@ -77,17 +76,18 @@ def build_submits(body: SamplingBody, prompts: Sequence[Prompt], model: ServedMo
     return submits
 
 
-def _sampling(body: SamplingBody, defaults: SamplingDefaults, seed: int) -> list[SamplingParams]:
+def _sampling(body: SamplingBody, model: ServedModel, seed: int) -> list[SamplingParams]:
     """One for each choice: the client's word, then the model's, then OpenAI's."""
+    defaults = model.defaults
     temperature = _first(body.temperature, defaults.temperature, 1.0)
     top_p = _first(body.top_p, defaults.top_p, 1.0)
     top_k = _first(body.top_k, defaults.top_k, 0)
     min_p = _first(body.min_p, defaults.min_p, 0.0)
     if top_p == 0:  # an empty nucleus is its limit: the likeliest token alone
         temperature, top_p = 0.0, 1.0
-    return [
-        SamplingParams(temperature, top_p, max(top_k, 0), min_p, seed, choice) for choice in range(body.num_choices)
-    ]
+    if not 0 < top_k < model.num_entries:  # as many as there are is no limit, and must draw like none
+        top_k = 0
+    return [SamplingParams(temperature, top_p, top_k, min_p, seed, choice) for choice in range(body.num_choices)]
 
 
 def _first(asked: Number | None, of_model: Number | None, otherwise: Number) -> Number:

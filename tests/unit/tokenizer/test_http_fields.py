@@ -50,7 +50,7 @@ def test_smp_06_top_p_0_is_greedy(server: Server) -> None:
         assert_refused(complete(server, {"top_p": top_p}), "top_p")
 
 
-@pytest.mark.parametrize(("top_k", "sent"), [(-1, 0), (0, 0), (1, 1), (49152, 49152), (10**6, 10**6)])
+@pytest.mark.parametrize(("top_k", "sent"), [(-1, 0), (0, 0), (1, 1), (40, 40), (49152, 0), (10**6, 0)])
 def test_smp_08_top_k_conventions(server: Server, top_k: int, sent: int) -> None:
     assert submits_of(server, {"prompt": NUM, "top_k": top_k})[0].sampling.top_k == sent
 
