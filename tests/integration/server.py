@@ -31,6 +31,14 @@ class Server:
         """Everything printed so far."""
         return "".join(self.lines)
 
+    def has_ended(self, within_s: float) -> bool:
+        """Whether the launcher ends within this time; waits for it."""
+        try:
+            self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def stop(self, signum: int = signal.SIGTERM, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """Sends a signal and waits for the end; returns the status."""
         self.process.send_signal(signum)

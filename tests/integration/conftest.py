@@ -1,0 +1,64 @@
+"""Servers that several test files share, each started once and checked for leaks when a file is through with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.client import Client
+from tests.integration.server import Server, running
+
+
+def _checked(server: Server) -> Iterator[Client]:
+    """The server's client; afterwards nothing may be open, no page lost, nothing complained of."""
+    client = Client(server)
+    yield client
+    client.wait_idle()
+    assert "Traceback" not in server.log()
+    assert client.scheduler("dropped_messages_total") == 0
+
+
+@pytest.fixture(scope="session")
+def _page_1_server(smollm2_path: Path) -> Iterator[Server]:
+    settings = {"page_size": 1, "kv_cache_tokens": 16384, "max_running_requests": 64, "chunked_prefill_size": 128}
+    with running(smollm2_path, num_threads=1, **settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def page_1(_page_1_server: Server) -> Iterator[Client]:
+    """Pages of one token, room for everything, one plan ahead."""
+    yield from _checked(_page_1_server)
+
+
+@pytest.fixture(scope="session")
+def _small_server(smollm2_path: Path) -> Iterator[Server]:
+    settings = {"page_size": 1, "kv_cache_tokens": 64, "chunked_prefill_size": 16}
+    with running(smollm2_path, num_threads=1, **settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def small(_small_server: Server) -> Iterator[Client]:
+    """A KV pool of 64 tokens in pages of one, prompts computed 16 tokens at a time."""
+    yield from _checked(_small_server)
+
+
+@pytest.fixture(scope="module")
+def one_by_one(smollm2_path: Path) -> Iterator[Client]:
+    """The reference: no plan ahead, whole prompts, pages of 16."""
+    with running(
+        smollm2_path, num_threads=1, plans_ahead=0, chunked_prefill_size=-1, page_size=16, kv_cache_tokens=4096
+    ) as server:
+        yield from _checked(server)
+
+
+@pytest.fixture(scope="module")
+def narrow(smollm2_path: Path) -> Iterator[Client]:
+    """One request runs, two may wait."""
+    with running(
+        smollm2_path, num_threads=1, max_running_requests=1, max_queued_requests=2, kv_cache_tokens=8192
+    ) as server:
+        yield from _checked(server)

@@ -1,0 +1,186 @@
+"""The text of the real model, whole and streamed: characters cut apart, special tokens, stop strings and stop ids."""
+
+from __future__ import annotations
+
+import codecs
+import json
+
+import pytest
+
+from tests.integration.client import BAD, CHAT, HELLO, HI, NUM, TEXT, WAVE, Client, streamed
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("page_1")]
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+REPLY_TO_HI = "Hello! How can I assist you today?"
+
+
+# ------------------------------------------------------------ incremental detokenization
+
+
+def test_det_01_emoji_of_three_tokens_come_whole(page_1: Client) -> None:
+    answer = page_1.ask_both(TEXT, prompt=WAVE, max_tokens=24)
+    assert answer.text == "👋🌍👋🌍👋🌍👋🌍"
+    assert len(answer.pieces[0]) > 4
+    assert not any(REPLACEMENT in piece for piece in answer.pieces[0])
+
+
+def test_det_02_a_model_that_repeats_a_broken_character_is_streamed(page_1: Client) -> None:
+    answer = page_1.ask_both(TEXT, prompt=BAD, max_tokens=24, ignore_eos=True)
+    assert answer.text == 12 * REPLACEMENT
+    assert len(answer.pieces[0]) >= 12 - 1
+
+
+def test_det_03_a_limit_inside_a_character_shows_it_as_a_replacement(page_1: Client) -> None:
+    answer = page_1.ask_both(TEXT, prompt=WAVE, max_tokens=5)
+    assert answer.text == "👋" + REPLACEMENT
+    assert answer.finish_reason == "length"
+    assert answer.completion_tokens == 5
+
+
+def test_det_03_the_body_of_a_cut_character_is_valid_utf_8_json(page_1: Client) -> None:
+    body = page_1.request("POST", TEXT, {"prompt": WAVE, "max_tokens": 5, "temperature": 0}).body
+    assert json.loads(codecs.decode(body, "utf-8"))["choices"][0]["text"] == "👋" + REPLACEMENT
+
+
+@pytest.mark.parametrize(("prompt", "text"), [(HELLO, " world"), ("The capital of France is", " Paris")])
+def test_det_08_the_leading_space_of_the_first_token_is_kept(page_1: Client, prompt: str, text: str) -> None:
+    answer = page_1.ask_both(TEXT, prompt=prompt, max_tokens=1)
+    assert (answer.text, answer.finish_reason, answer.completion_tokens) == (text, "length", 1)
+
+
+def test_det_09_a_reply_ends_without_its_end_marker(page_1: Client) -> None:
+    answer = page_1.ask_both(CHAT, messages=HI)
+    assert (answer.text, answer.finish_reason) == (REPLY_TO_HI, "stop")
+
+
+def test_det_09_special_tokens_are_shown_when_asked_for(page_1: Client) -> None:
+    fields = {"messages": HI, "ignore_eos": True, "max_tokens": 12}
+    assert page_1.ask_both(CHAT, **fields, skip_special_tokens=False).text.startswith(REPLY_TO_HI + "<|im_end|>\n")
+    hidden = page_1.ask_both(CHAT, **fields).text
+    assert hidden.startswith(REPLY_TO_HI + "\n")
+    assert "<|im_" not in hidden
+
+
+# ------------------------------------------------------------ stop handling
+
+
+def test_stp_01_stp_02_a_stop_string_over_several_tokens_is_found_and_never_shown(page_1: Client) -> None:
+    answer = page_1.ask_both(TEXT, prompt=NUM, max_tokens=40, stop=["7, 8"])
+    assert (answer.text, answer.finish_reason, answer.completion_tokens) == (" 5, 6, ", "stop", 11)
+    assert "7" not in "".join(answer.pieces[0])
+
+
+def test_stp_04_held_text_comes_out_at_the_limit(page_1: Client) -> None:
+    answer = page_1.ask_both(TEXT, prompt=NUM, max_tokens=17, stop=["9, 1X"])
+    assert (answer.text, answer.finish_reason) == (" 5, 6, 7, 8, 9, 1", "length")
+
+
+def test_stp_05_include_stop_str_in_output(page_1: Client) -> None:
+    answer = page_1.ask_both(TEXT, prompt=NUM, max_tokens=40, stop=["7, 8"], include_stop_str_in_output=True)
+    assert (answer.text, answer.finish_reason) == (" 5, 6, 7, 8", "stop")
+
+
+@pytest.mark.parametrize("stop", [None, []])
+def test_stp_09_null_and_an_empty_list_mean_no_stop(page_1: Client, stop: object) -> None:
+    answer = page_1.ask(TEXT, prompt=NUM, max_tokens=8, stop=stop)
+    assert (answer.text, answer.finish_reason) == (" 5, 6, 7", "length")
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["", "7"], ["x"] * 17, [1], "x" * 100_000], ids=repr)
+def test_stp_09_odd_stop_values_are_refused(page_1: Client, stop: object) -> None:
+    error = page_1.refused(TEXT, {"prompt": NUM, "stop": stop})
+    assert str(error["param"]).startswith("stop")
+
+
+def test_stp_10_only_text_that_could_begin_a_stop_is_held_back(page_1: Client) -> None:
+    with page_1.open_stream(TEXT, prompt=NUM, max_tokens=20, stop=["✿RESULT✿", "zzzzzzzzzz"]) as reader:
+        assert reader.next_json()["choices"][0]["text"] == " "
+        texts = [choice["text"] for event in reader.rest() for choice in event["choices"]]
+    assert " " + "".join(texts) == " 5, 6, 7, 8, 9, 10, "
+    assert all(texts[:-1])
+    assert not texts[-1]
+
+
+def test_stp_13_a_stop_id_counts_and_is_not_shown(page_1: Client) -> None:
+    answer = page_1.ask_both(TEXT, prompt=NUM, max_tokens=40, stop_token_ids=[39])
+    assert (answer.text, answer.finish_reason, answer.completion_tokens) == (" 5, 6, ", "stop", 8)
+
+
+# ------------------------------------------------------------ the form of a stream
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_sse_07_sse_08_sse_10_first_and_last_chunk_of_a_stream(page_1: Client, path: str) -> None:
+    prompt = {"messages": HI} if path == CHAT else {"prompt": NUM}
+    with page_1.open_stream(path, **prompt, max_tokens=5, stream_options=None) as reader:
+        events = reader.rest()
+    choices = [event["choices"][0] for event in events]
+    if path == CHAT:
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        assert all("role" not in choice["delta"] for choice in choices[1:])
+        assert all(isinstance(choice["delta"]["content"], str) for choice in choices[:-1])
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+    assert choices[-1].get("text", "") == ""
+    assert choices[-1].get("delta", {}) == {}
+    assert len({(event["id"], event["model"], event["created"]) for event in events}) == 1
+
+
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": True}], ids=repr)
+def test_sse_11_a_usage_chunk_only_when_asked_for(page_1: Client, options: object) -> None:
+    with page_1.open_stream(TEXT, prompt=NUM, max_tokens=4, stream_options=options) as reader:
+        events = reader.rest()
+    is_wanted = options == {"include_usage": True}
+    assert [event["choices"] == [] for event in events] == [False] * (len(events) - 1) + [is_wanted]
+    assert all(event.get("usage") is None for event in events[:-1])
+    assert (events[-1].get("usage") is not None) is is_wanted
+
+
+def test_sse_11_stream_options_without_a_stream_are_refused(page_1: Client) -> None:
+    error = page_1.refused(TEXT, {"prompt": NUM, "stream_options": {"include_usage": True}})
+    assert error["param"] == "stream_options"
+
+
+def test_sse_13_a_stream_read_byte_by_byte_is_the_same_as_in_large_pieces(page_1: Client) -> None:
+    texts = []
+    for size in (1, 65536):
+        with page_1.connect() as connection:
+            connection.send("POST", TEXT, streamed({"prompt": WAVE, "max_tokens": 12}))
+            connection.read_head()
+            while not connection.pending.endswith(b"0\r\n\r\n"):
+                assert connection.fill(size)
+            raw = connection.pending
+        lines = [line.rstrip(b"\r\n") for line in raw.splitlines(keepends=True) if line.startswith(b"data: {")]
+        choices = [choice for line in lines for choice in json.loads(line[6:])["choices"]]
+        texts.append("".join(choice["text"] for choice in choices))
+    assert texts == ["👋🌍👋🌍"] * 2
+
+
+def test_sse_14_headers_tell_proxies_not_to_buffer(page_1: Client) -> None:
+    headers = page_1.stream(TEXT, prompt=NUM, max_tokens=1).headers
+    assert headers["content-type"].startswith("text/event-stream")
+    assert headers["cache-control"] == "no-cache"
+    assert headers["x-accel-buffering"] == "no"
+    assert "content-length" not in headers
+
+
+def test_sse_18_the_reason_tells_a_limit_from_an_end(page_1: Client) -> None:
+    assert page_1.ask_both(CHAT, messages=HI, max_tokens=5).finish_reason == "length"
+    assert page_1.ask_both(CHAT, messages=HI, max_tokens=60).finish_reason == "stop"
+    assert page_1.ask_both(TEXT, prompt=NUM, max_tokens=5).finish_reason == "length"
+    assert page_1.ask_both(TEXT, prompt=NUM, max_tokens=60, stop="7").finish_reason == "stop"
+
+
+def test_met_06_the_token_that_ends_an_answer_is_counted_everywhere(page_1: Client) -> None:
+    before = page_1.metric("generation_tokens_total", "tokenizer")
+    answer = page_1.ask_both(CHAT, messages=HI)
+    assert (answer.text, answer.prompt_tokens, answer.completion_tokens) == (REPLY_TO_HI, 31, 10)
+    assert page_1.ask_both(TEXT, prompt=NUM, max_tokens=40, stop_token_ids=[39]).completion_tokens == 8
+    assert page_1.metric("generation_tokens_total", "tokenizer") - before == 2 * (10 + 8)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_met_01_a_prompt_counts_once_for_all_its_choices(page_1: Client, is_stream: bool) -> None:
+    ask = page_1.stream if is_stream else page_1.ask
+    answer = ask(TEXT, prompt=NUM, n=3, max_tokens=8, ignore_eos=True)
+    assert answer.texts == [" 5, 6, 7"] * 3
+    assert (answer.prompt_tokens, answer.completion_tokens, answer.usage["total_tokens"]) == (11, 24, 35)
