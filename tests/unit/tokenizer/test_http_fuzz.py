@@ -89,5 +89,7 @@ def test_any_change_of_a_requests_bytes_is_answered_or_closed(
                 pass
         except (TimeoutError, ConnectionResetError):
             pass
-        assert connection.pending == b"" or connection.pending.startswith(b"HTTP/1.")
-        assert not connection.pending.startswith(b"HTTP/1.1 5")
+        if connection.pending:
+            version, status = connection.pending.split(maxsplit=2)[:2]
+            assert version.startswith(b"HTTP/")
+            assert b"100" <= status < b"500"
