@@ -17,10 +17,10 @@ ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_RO
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp tokenway \
     && install -d -o tokenway -g tokenway /models \
     && install -d -o tokenway -g tokenway -m 0700 /run/tokenway
-WORKDIR /app
 # Dependencies come before code, through the distribution's own metadata: a change of code leaves their layers as they are.
-COPY pyproject.toml constraints.txt README.md ./
-RUN mkdir services && touch services/__init__.py && pip install -c constraints.txt .
+COPY pyproject.toml constraints.txt README.md /build/
+RUN mkdir /build/services && touch /build/services/__init__.py && pip install -c /build/constraints.txt /build
+WORKDIR /app
 HEALTHCHECK --interval=5s --timeout=5s --start-period=5m --retries=3 \
     CMD ["python", "-m", "services.runtime.health", "/run/tokenway"]
 
@@ -31,21 +31,21 @@ COPY services/runtime services/runtime
 COPY services/launcher services/launcher
 
 FROM base AS weights
-RUN pip install -c constraints.txt '.[download]'
+RUN pip install -c /build/constraints.txt '/build[download]'
 COPY --from=shared /app/services services
 USER tokenway
 HEALTHCHECK NONE
 ENTRYPOINT ["tokenway", "models", "pull"]
 
 FROM base AS scheduler
-RUN pip install -c constraints.txt '.[scheduler]'
+RUN pip install -c /build/constraints.txt '/build[scheduler]'
 COPY --from=shared /app/services services
 COPY services/scheduler services/scheduler
 USER tokenway
 ENTRYPOINT ["tokenway", "serve", "--role", "scheduler"]
 
 FROM base AS detokenizer
-RUN pip install -c constraints.txt '.[detokenizer]'
+RUN pip install -c /build/constraints.txt '/build[detokenizer]'
 COPY --from=shared /app/services services
 COPY services/model_files services/model_files
 COPY services/detokenizer services/detokenizer
@@ -53,7 +53,7 @@ USER tokenway
 ENTRYPOINT ["tokenway", "serve", "--role", "detokenizer"]
 
 FROM base AS tokenizer
-RUN pip install -c constraints.txt '.[tokenizer]'
+RUN pip install -c /build/constraints.txt '/build[tokenizer]'
 COPY --from=shared /app/services services
 COPY services/model_files services/model_files
 COPY services/tokenizer services/tokenizer
@@ -62,7 +62,7 @@ EXPOSE 8000
 ENTRYPOINT ["tokenway", "serve", "--role", "tokenizer"]
 
 FROM base AS gpu_worker
-RUN pip install -c constraints.txt '.[gpu_worker]'
+RUN pip install -c /build/constraints.txt '/build[gpu-worker]'
 COPY --from=shared /app/services services
 COPY services/model_files services/model_files
 COPY services/gpu_worker services/gpu_worker
