@@ -1,5 +1,6 @@
 """Starts the worker process: `python -m services.gpu_worker`."""
 
+import os
 from pathlib import Path
 
 from services.runtime.service import Process, StartError, run_service
@@ -11,6 +12,9 @@ def main(process: Process) -> None:
     model = process.settings.model
     if not Path(model).exists():
         raise StartError(f"{model}: no such folder or file (names and aliases are for `tokenway serve`)")
+    # Threads that wait for each other must sleep: spinning they keep the cores from the other processes, and a step
+    # takes five to ten times as long as soon as anything else runs. Read when torch is loaded.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     from services.gpu_worker import service  # torch takes seconds
 
     service.main(process)

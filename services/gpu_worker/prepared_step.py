@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -57,3 +57,22 @@ class PreparedStep:
     sampling_rows: Tensor
     rows: StepRows
     pages_to_clear: list[int]
+
+    def alone(self, place: int) -> PreparedStep:
+        """The step of one of its rows: the same tokens go to the same slots. On a CUDA device this waits for it."""
+        inputs = self.inputs
+        start, end = inputs.query_starts[place : place + 2]
+        groups = [group.select((group.rows == place).nonzero().flatten()) for group in self.groups]
+        return replace(
+            self,
+            inputs=StepInputs(
+                input_ids=inputs.input_ids[start:end],
+                positions=inputs.positions[start:end],
+                slot_mapping=inputs.slot_mapping[start:end],
+                page_table=inputs.page_table[place : place + 1],
+                query_lengths=inputs.query_lengths[place : place + 1],
+                context_lengths=inputs.context_lengths[place : place + 1],
+                sample_indices=inputs.sample_indices[place : place + 1] - start,
+            ),
+            groups=[replace(group, rows=group.rows - place) for group in groups],
+        )

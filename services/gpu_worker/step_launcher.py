@@ -34,13 +34,15 @@ class PendingStep:
     Attributes:
         plan: what it runs.
         rows: its rows; None when the plan runs nothing.
-        tokens: on the host once `clock` says that it is done; None when the step was given up.
+        tokens: of all rows; on the host once `clock` says that it is done.
+        has_raised: [num_rows] the rows that could not be computed.
         clock: when it began, when it is done.
     """
 
     plan: StepPlan
     rows: StepRows | None
-    tokens: SampledTokens | None
+    tokens: SampledTokens
+    has_raised: Bools
     clock: StepClock
 
     @property
@@ -69,8 +71,8 @@ class StepLauncher:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Starts a step.
 
-        When memory runs out the rows of this plan fail and the process lives on; on a CPU any other error is treated
-        likewise. An error of a CUDA device leaves the device unusable, so it is raised.
+        When memory runs out, or on a CPU when anything else is raised, the rows are run one by one and those that raise
+        again fail: the others notice nothing. Any other error leaves a CUDA device unusable, so it is raised.
 
         Raises:
             PlanError: the plan does not fit what is held here.
@@ -79,28 +81,31 @@ class StepLauncher:
         step = self._state.prepare(plan)
         if step is None:
             clock.stop()
-            return PendingStep(plan, None, None, clock)
+            return PendingStep(plan, None, _no_tokens(0, self._device), np.zeros(0, dtype=np.bool_), clock)
+        if step.pages_to_clear:
+            self._runner.kv_cache.zero_pages(step.pages_to_clear)
+        has_raised = np.zeros(len(step.rows.rows), dtype=np.bool_)
         try:
             tokens = self._run(step, clock)
         except Exception as error:
-            if self._device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
-                raise
-            logger.exception("step %d of %d rows failed", plan.step, len(step.rows.rows))
-            tokens = None
+            self._raise_if_lost(error)
+            logger.exception("step %d of %d rows failed", plan.step, len(has_raised))
+            tokens = self._run_one_by_one(step, clock, has_raised)
+        self._state.keep_tokens(step, tokens.token_ids)
+        on_host = SampledTokens(_to_host(tokens.token_ids), _to_host(tokens.is_failed))
         clock.stop()
-        return PendingStep(plan, step.rows, tokens, clock)
+        return PendingStep(plan, step.rows, on_host, has_raised, clock)
 
     def finish(self, pending: PendingStep) -> StepResult:
         """The result of a step whose tokens are on the host."""
         rows, plan = pending.rows, pending.plan
         if rows is None:
             return StepResult(plan.epoch, plan.step, b"", b"", b"", b"", b"", b"", b"", 0, pending.clock.step_us())
-        finishes = _finishes(rows, pending.tokens)
-        if pending.tokens is not None:
-            self._state.note_failures(rows, finishes == Finish.NUMERICAL_ERROR)
+        finishes = _finishes(rows, pending)
+        self._state.note_failures(rows, finishes == Finish.NUMERICAL_ERROR)
         is_named = rows.samples | (finishes != Finish.NONE)
         gives = (finishes == Finish.NONE)[is_named]
-        token_ids = [] if pending.tokens is None else pending.tokens.token_ids.numpy()[is_named][gives].tolist()
+        token_ids = pending.tokens.token_ids.numpy()[is_named][gives].tolist()
         return StepResult(
             epoch=plan.epoch,
             step=plan.step,
@@ -116,23 +121,46 @@ class StepLauncher:
         )
 
     def _run(self, step: PreparedStep, clock: StepClock) -> SampledTokens:
-        if step.pages_to_clear:
-            self._runner.kv_cache.zero_pages(step.pages_to_clear)
         clock.begin_forward()
         logits = self._runner.forward(step.inputs)
         clock.end_forward()
-        tokens = sample(logits, step.groups)
-        self._state.keep_tokens(step, tokens.token_ids)
-        return SampledTokens(_to_host(tokens.token_ids), _to_host(tokens.is_failed))
+        return sample(logits, step.groups)
+
+    def _run_one_by_one(self, step: PreparedStep, clock: StepClock, has_raised: Bools) -> SampledTokens:
+        """Each row by itself; marks those that raise again."""
+        if len(has_raised) == 1:
+            has_raised[0] = True
+            return _no_tokens(1, self._device)
+        parts = []
+        for place in range(len(has_raised)):
+            try:
+                parts.append(self._run(step.alone(place), clock))
+            except Exception as error:
+                self._raise_if_lost(error)
+                logger.exception("request %s fails", step.rows.request_ids[place].hex())
+                has_raised[place] = True
+                parts.append(_no_tokens(1, self._device))
+        return SampledTokens(
+            torch.cat([part.token_ids for part in parts]), torch.cat([part.is_failed for part in parts])
+        )
+
+    def _raise_if_lost(self, error: Exception) -> None:
+        """Raises an error after which the device cannot be used any more."""
+        if self._device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
+            raise error
 
 
-def _finishes(rows: StepRows, tokens: SampledTokens | None) -> Int64s:
+def _finishes(rows: StepRows, pending: PendingStep) -> Int64s:
     """For each row NONE, or why it failed."""
-    if tokens is None:
-        return np.full(len(rows.rows), Finish.INTERNAL_ERROR, dtype=np.int64)
-    is_failed: Bools = tokens.is_failed.numpy()
-    finishes = np.where(is_failed, np.int64(Finish.NUMERICAL_ERROR), np.int64(Finish.NONE))
-    return np.where(rows.is_refused, np.int64(Finish.INTERNAL_ERROR), finishes)
+    finishes = np.where(pending.tokens.is_failed.numpy(), np.int64(Finish.NUMERICAL_ERROR), np.int64(Finish.NONE))
+    return np.where(rows.is_refused | pending.has_raised, np.int64(Finish.INTERNAL_ERROR), finishes)
+
+
+def _no_tokens(num_rows: int, device: torch.device) -> SampledTokens:
+    """What rows give that could not be computed."""
+    return SampledTokens(
+        torch.zeros(num_rows, dtype=torch.int64, device=device), torch.zeros(num_rows, dtype=torch.bool, device=device)
+    )
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -229,14 +229,37 @@ def test_tok_04_an_unknown_id_fails_its_own_request(model: LoadedModel, alone: l
 
 
 @pytest.mark.parametrize("error", [RuntimeError("kernel"), torch.OutOfMemoryError("full"), MemoryError()])
-def test_prc_05_a_step_that_raises_fails_its_rows_and_nothing_else(
+def test_prc_05_a_row_that_raises_fails_alone(
     model: LoadedModel, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Whatever step it is in, the rows beside it get their tokens, greedy and drawn."""
+    bench, requests = new_bench(model), new_requests()
+    bad = Request(66, [111, 111, 3])
+    forward = bench.runner.forward
+
+    def broken(inputs: StepInputs) -> torch.Tensor:
+        if [111, 111, 3] in [inputs.input_ids[start : start + 3].tolist() for start in inputs.query_starts]:
+            raise error
+        return forward(inputs)
+
+    monkeypatch.setattr(bench.runner, "forward", broken)
+    bench.run((requests[0], len(requests[0].prompt)))
+    bench.run(*((request, len(request.prompt)) for request in requests[1:]), (bad, 3), (requests[0], 1))
+    assert bad.finish == Finish.INTERNAL_ERROR
+    bench.writer.release(bad)
+    monkeypatch.undo()
+    bench.finish_all(requests)
+    assert [request.output for request in requests] == alone
+
+
+def test_prc_05_a_step_that_always_raises_fails_all_its_rows_and_no_others(
+    model: LoadedModel, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, requests = new_bench(model), new_requests()
     bench.finish_all(requests[:2], 3)
 
     def broken(inputs: StepInputs) -> torch.Tensor:
-        raise error
+        raise RuntimeError("kernel")
 
     monkeypatch.setattr(bench.runner, "forward", broken)
     bench.run((requests[2], 2), (requests[3], 1))
