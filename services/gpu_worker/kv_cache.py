@@ -10,6 +10,8 @@ there and nobody's tokens ever do.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,8 +63,8 @@ class KvCache:
         self.shape = shape
         self.num_pages = num_pages
         size = (shape.num_layers, num_pages + 1, shape.page_size, shape.num_kv_heads, shape.head_dim)
-        self.keys = torch.zeros(size, dtype=shape.dtype, device=device)
-        self.values = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.keys = _zeros(size, shape.dtype, device)
+        self.values = _zeros(size, shape.dtype, device)
 
     @property
     def dummy_page_id(self) -> int:
@@ -101,3 +103,11 @@ class KvCache:
         index = upload(np.array(page_ids, dtype=np.int64), self.keys.device)
         self.keys.index_fill_(1, index, 0)
         self.values.index_fill_(1, index, 0)
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On a CPU they are memory that the system hands out as it is touched: a pool costs what is used of it."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(size)

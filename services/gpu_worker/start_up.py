@@ -194,7 +194,7 @@ def _run_largest(runner: ModelRunner, num_tokens: int, num_rows: int) -> None:
 def _allocate(shape: KvCacheShape, num_pages: int, device: torch.device) -> KvCache:
     try:
         return KvCache(shape, num_pages, device)
-    except RuntimeError as error:  # also what torch raises when a host has no more memory
+    except (RuntimeError, OSError) as error:  # of the device, of the host
         num_bytes = (num_pages + 1) * shape.bytes_per_page
         raise StartError(f"a KV pool of {num_bytes / 2**20:.0f} MiB cannot be allocated: {error}") from error
 
