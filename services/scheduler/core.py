@@ -208,16 +208,21 @@ class Core:
         for request in self._queues.open.values():
             if request.num_expected != request.num_tokens + num_sampled[request.request_id]:
                 raise QueueError(f"{request.num_expected} tokens expected of a request that has {request.num_tokens}")
+            if not 0 <= request.num_computed <= request.num_planned <= len(request.pages) * self.limits.page_size:
+                raise QueueError(f"{request.num_computed} tokens computed, {len(request.pages)} pages")
 
     # ------------------------------------------------------------ planning
 
     def can_plan(self) -> bool:
         """Whether `plan_step` is worth calling: a plan may go out, and something happened since the last empty one."""
-        has_work = len(self._queues.open) > len(self._queues.held)
+        has_work = len(self._queues.open) > len(self._queues.held) or self._owes_release
         return has_work and not self._is_stalled and len(self._in_flight) <= self.limits.plans_ahead
 
     def plan_step(self) -> StepPlan | None:
-        """The next plan; None when nothing can run before another event."""
+        """The next plan; None when nothing can run before another event.
+
+        When nothing runs any more, a last plan without rows tells the worker which rows it need not keep.
+        """
         draft = StepDraft(self._num_planned_steps)
         decodes, prefills = self._split_running()
         appended = self._grow(decodes + prefills)
@@ -229,7 +234,7 @@ class Core:
             if request.state is RequestState.RUNNING and budget:
                 budget -= draft.add_most(request, budget)
         self._admit(draft, budget)
-        if not draft.rows:
+        if not draft.rows and not self._owes_release:
             self._is_stalled = True
             return None
         plan = draft.plan(self._epoch, self._released_rows, appended)
@@ -237,6 +242,10 @@ class Core:
         self._in_flight.append(draft.in_flight())
         self._num_planned_steps += 1
         return plan
+
+    @property
+    def _owes_release(self) -> bool:
+        return bool(self._released_rows) and not self._queues.running and not self._in_flight
 
     def _split_running(self) -> tuple[list[Request], list[Request]]:
         """The running requests that have something to compute: those with one token to go, and those with more."""

@@ -8,6 +8,7 @@ RECORD_KEPT_S. Pure: the shell brings the clock.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Container
 from dataclasses import dataclass
 
 from services.scheduler.core import Core, Produced
@@ -142,6 +143,10 @@ class Router:
             if now_s - ended_s < RECORD_KEPT_S:
                 return
             del self._ended[request_id], self._records[request_id]
+
+    def is_awaited(self, tokenizers: Container[bytes]) -> bool:
+        """Whether one of these tokenizers has not acknowledged an answer that ended."""
+        return any(self._records[request_id].tokenizer in tokenizers for request_id in self._ended)
 
     def open_records(self) -> list[Record]:
         """Every record whose request has not ended."""

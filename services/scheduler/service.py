@@ -26,6 +26,7 @@ from services.scheduler.membership import GreetingRefusedError, Peer
 from services.scheduler.router import Router
 from services.scheduler.step_result import ResultError
 from services.scheduler.workers import Workers
+from services.wire.errors import EndpointInUseError
 from services.wire.messages import (
     Abort,
     Acknowledge,
@@ -44,7 +45,7 @@ from services.wire.messages import (
 )
 from services.wire.transport import BlockingReceiver, Envelope, RouterPort
 
-_FAREWELL_MS = 2000
+FAREWELL_S = 2.0  # the longest wait for acknowledgements before leaving: a socket that closes takes unread frames along
 _SETTLED_S = 1.0  # idle for so long: time to count all pages
 
 logger = logging.getLogger(__name__)
@@ -65,8 +66,13 @@ class SchedulerService:
         """
         now_s = time.monotonic()
         self._process = process
+        endpoint = process.scheduler_endpoint()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._port = RouterPort(self._context, process.scheduler_endpoint())
+        try:
+            self._port = RouterPort(self._context, endpoint)
+        except EndpointInUseError:
+            self._context.term()
+            raise
         self._receiver = BlockingReceiver([self._port])
         process.on_stop = self._receiver.interrupt
         self._router = Router()
@@ -78,6 +84,7 @@ class SchedulerService:
         self._pacer = LoadPacer()
         self._fatal = ""  # why the process must end, once clients have been told
         self._drain_deadline_s: float | None = None
+        self._leave_by_s: float | None = None
         self._busy_s = now_s
         self._is_counted = False  # whether the pages were counted since the last work
 
@@ -99,8 +106,7 @@ class SchedulerService:
                 timeout_s = max(0.0, self._next_timer_s() - time.monotonic())
                 batch = self._receiver.receive_batch(timeout_s)
                 self._turn([envelope for _, envelope in batch], time.monotonic())
-            self._say_farewell()
-            linger_ms = _FAREWELL_MS
+            linger_ms = int(1000 * FAREWELL_S)
         finally:
             self._port.close(linger_ms)
             self._context.term()
@@ -129,9 +135,8 @@ class SchedulerService:
         timers = [self._group.next_s(), self._pacer.next_s(), self._answers.deadlines.next_s()]
         if not is_busy and not self._is_counted:
             timers.append(self._busy_s + _SETTLED_S)
-        if self._drain_deadline_s is not None:
-            timers.append(self._drain_deadline_s)
-        return min(timers)
+        leaving = [time_s for time_s in (self._drain_deadline_s, self._leave_by_s) if time_s is not None]
+        return min([*timers, *leaving])
 
     def _take(self, envelope: Envelope, now_s: float) -> None:
         message = envelope.message
@@ -280,29 +285,31 @@ class SchedulerService:
     # ------------------------------------------------------------ the end
 
     def _is_done(self, now_s: float) -> bool:
-        if self._fatal:
-            return True
-        if not self._process.is_stopping:
-            return False
-        if self._drain_deadline_s is None:
+        """Whether to leave: told to stop or bound to fail, all answers ended, and their ends acknowledged."""
+        if self._process.is_stopping and self._drain_deadline_s is None:
             self._drain_deadline_s = now_s + self._process.settings.drain_timeout_s
             self._group.state = State.DRAINING
             logger.info("draining: %d requests are open", self._router.num_open)
             self._tell_load(now_s)
-        return not self._router.num_open or now_s >= self._drain_deadline_s
+        is_late = self._drain_deadline_s is not None and now_s >= self._drain_deadline_s
+        if self._fatal or is_late:
+            self._end_all(now_s)
+        elif self._drain_deadline_s is None:
+            return False
+        if self._router.num_open:
+            return False
+        if self._leave_by_s is None:
+            self._leave_by_s = now_s + FAREWELL_S
+        return now_s >= self._leave_by_s or not self._router.is_awaited(self._group.membership.peers)
 
-    def _say_farewell(self) -> None:
-        """Ends what is still open, and hands over what waits to be sent, within the time of a farewell."""
-        now_s = time.monotonic()
+    def _end_all(self, now_s: float) -> None:
+        """Ends what is open with an error; the tokens of this turn go out first."""
         open_records = self._router.open_records()
         if open_records:
             logger.warning("%d requests end here", len(open_records))
         for record in open_records:
             self._answers.end(record, Finish.BACKEND_LOST, now_s)
         self._answers.flush()
-        deadline_s = now_s + _FAREWELL_MS / 1000
-        while self._port.has_outbox and time.monotonic() < deadline_s:
-            self._receiver.receive_batch(0.01)  # flushes; what still arrives concerns nobody any more
 
 
 def main(process: Process) -> None:

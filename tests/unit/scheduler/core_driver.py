@@ -116,8 +116,8 @@ class Driver:
         return is_end
 
     def run(self, max_steps: int = 100_000) -> int:
-        """Plans and delivers until nothing is open; returns the number of steps."""
-        num_before = self.worker.next_step
+        """Plans and delivers until nothing is open; returns the number of steps that computed something."""
+        num_before = len(self.worker.step_tokens)
         for _ in range(max_steps):
             self.plan()
             if not self.worker.results:
@@ -125,10 +125,11 @@ class Driver:
             self.deliver()
         assert self.core.is_idle
         self.check_idle()
-        return self.worker.next_step - num_before
+        return len(self.worker.step_tokens) - num_before
 
     def check_idle(self) -> None:
-        """Every page is free or cached, and a flush frees all."""
+        """Every page is free or cached, and the worker keeps no row."""
+        assert not self.worker.rows
         ledger = self.core.ledger
         assert ledger.cache.num_locked_pages == 0
         assert ledger.pool.num_free + ledger.cache.num_pages == self.limits.num_pages
