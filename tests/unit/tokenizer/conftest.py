@@ -44,8 +44,8 @@ def start_server(small_model_path: Path) -> Iterator[Callable[..., Server]]:
     """Starts processes of the test's own, by their flags."""
     servers: list[Server] = []
 
-    def start(*flags: str, **options: Any) -> Server:
-        servers.append(Server(small_model_path, *flags, **options))
+    def start(*flags: str, model: Path = small_model_path, **options: Any) -> Server:
+        servers.append(Server(model, *flags, **options))
         return servers[-1]
 
     yield start

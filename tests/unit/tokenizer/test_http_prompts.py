@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.wire.columns import unpack_int32
-from tests.unit.tokenizer.backend_peers import CONTEXT, Server
-from tests.unit.tokenizer.field_requests import NUM, assert_refused, chat, complete, submits_of
+from tests.unit.tokenizer.backend_peers import CONTEXT, Server, write_small_model
+from tests.unit.tokenizer.field_requests import CHAT, NUM, assert_refused, chat, complete, submits_of
 from tests.unit.tokenizer.http_client import Json, request
 from tests.unit.tokenizer.scripts import OK, answering
 
@@ -198,3 +200,18 @@ def test_echo_repeats_a_text_prompt_before_each_answer(server: Server) -> None:
     texts = [choice["text"] for choice in response.json()["choices"]]
     assert texts == [f"{NUM} 5, 6", f"{NUM} 5, 6", "é 5, 6", "é 5, 6"]
     assert_refused(complete(server, {"prompt": [1, 2], "echo": True}), "echo")
+
+
+def test_cht_04_a_model_without_a_template_completes_and_says_what_a_chat_needs(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    server = start_server(model=write_small_model(tmp_path, template=None))
+    assert complete(server, {}).status == 200
+    response = chat(server, {})
+    assert (response.status, response.error["code"]) == (400, "no_chat_template")
+    assert "--chat-template" in response.error["message"]
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}!{% endfor %}", encoding="utf-8")
+    server = start_server("--chat-template", str(template), model=tmp_path / "small.gguf")
+    submit = submits_of(server, CHAT, "/v1/chat/completions")[0]
+    assert unpack_int32(submit.prompt_token_ids) == list(b"Hi!")
