@@ -287,7 +287,7 @@ class SchedulerService:
     def _is_done(self, now_s: float) -> bool:
         """Whether to leave: told to stop or bound to fail, all answers ended, and their ends acknowledged."""
         if self._process.is_stopping and self._drain_deadline_s is None:
-            self._drain_deadline_s = now_s + self._process.settings.drain_timeout_s
+            self._drain_deadline_s = now_s + self._process.drain_timeout_s
             self._group.state = State.DRAINING
             logger.info("draining: %d requests are open", self._router.num_open)
             self._tell_load(now_s)
