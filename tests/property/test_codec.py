@@ -150,10 +150,11 @@ def test_every_flipped_byte_gives_a_message_or_a_protocol_error(item: object) ->
             assert_a_message_or_an_error(outcome(decode, bytes(changed)))
 
 
-def test_100000_mutated_frames_are_messages_or_protocol_errors() -> None:
-    generator = random.Random(20260725)
+@pytest.mark.parametrize("num_frames", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_mutated_frames_are_messages_or_protocol_errors(num_frames: int) -> None:
+    generator = random.Random(num_frames)
     frames = [encode(item) for item in EXAMPLES]
-    for _ in range(100_000):
+    for _ in range(num_frames):
         assert_a_message_or_an_error(outcome(decode, mutated(generator, frames)))
 
 
