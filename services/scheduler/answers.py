@@ -10,9 +10,9 @@ import logging
 import secrets
 
 from services.scheduler.admission import RequestRefusedError
-from services.scheduler.core import Produced
 from services.scheduler.deadlines import Deadlines
 from services.scheduler.load_report import RETRY_STARTING_S, FinishRate
+from services.scheduler.outcomes import Produced
 from services.scheduler.router import Record, Router
 from services.scheduler.token_batch import TokenBatch
 from services.wire.columns import pack_int32, unpack_int32, unpack_request_ids

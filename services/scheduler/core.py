@@ -14,42 +14,17 @@ runs plans in order; a row that turns out finished has its later results dropped
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
-from dataclasses import dataclass
+from collections import deque
 
 from services.scheduler.admission import CoreLimits, check_fits
 from services.scheduler.kv_ledger import KvLedger, LedgerError
+from services.scheduler.outcomes import CoreCounters, Produced
 from services.scheduler.policy import RemainderEstimate
 from services.scheduler.queues import QueueError, RequestQueues
 from services.scheduler.request import Request, RequestState
-from services.scheduler.step_plan import StepDraft, StepInFlight
+from services.scheduler.step_plan import StepDraft, StepInFlight, check_cursors
 from services.scheduler.step_result import ResultError, RowResult, rows_of
 from services.wire.messages import Finish, StepPlan, StepResult, Submit
-
-
-@dataclass(frozen=True, slots=True)
-class Produced:
-    """New tokens of a request, from output index `first_index` on, and why it ended if it did."""
-
-    request: Request
-    first_index: int
-    token_ids: list[int]
-    finish: Finish
-
-
-@dataclass(slots=True)
-class CoreCounters:
-    """What happened so far; these only grow."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    computed_tokens: int = 0
-    output_tokens: int = 0
-    admitted: int = 0
-    retracted: int = 0
-    dropped_rows: int = 0
-    failed_rows: int = 0
 
 
 class Core:
@@ -192,24 +167,18 @@ class Core:
         return self.ledger.flush()
 
     def check_invariants(self) -> None:
-        """Recounts pages, queues, rows and cursors; LedgerError or QueueError on the first that does not add up."""
+        """Recounts pages, queues, rows and cursors.
+
+        Raises:
+            LedgerError, QueueError, CursorError: something does not add up: a fault of the scheduler.
+        """
         self._queues.check()
         running = list(self._queues.running.values())
         self.ledger.check(running)
         rows = sorted([request.row for request in running] + self._free_rows)
         if rows != list(range(self.limits.max_rows)):
             raise QueueError(f"rows {rows} instead of {self.limits.max_rows} different ones")
-        num_sampled = Counter(
-            request.request_id
-            for flight in self._in_flight
-            for request, samples in zip(flight.requests, flight.samples, strict=True)
-            if samples
-        )
-        for request in self._queues.open.values():
-            if request.num_expected != request.num_tokens + num_sampled[request.request_id]:
-                raise QueueError(f"{request.num_expected} tokens expected of a request that has {request.num_tokens}")
-            if not 0 <= request.num_computed <= request.num_planned <= len(request.pages) * self.limits.page_size:
-                raise QueueError(f"{request.num_computed} tokens computed, {len(request.pages)} pages")
+        check_cursors(self.open_requests, self._in_flight, self.limits.page_size)
 
     # ------------------------------------------------------------ planning
 
@@ -264,7 +233,7 @@ class Core:
         for request in requests:
             if request.num_expected <= len(request.pages) * page_size:
                 continue
-            num_missing = self.ledger.pages_for(request.num_expected) - len(request.pages)
+            num_missing = -(-request.num_expected // page_size) - len(request.pages)
             while request.state is RequestState.RUNNING:
                 pages = self.ledger.extend(request, num_missing)
                 if pages is not None:
@@ -335,7 +304,7 @@ class Core:
         return max(self.ledger.pages_for(num_tokens) - len(request.pages), 0)
 
     def _count_admission(self, request: Request) -> None:
-        self._queues.shares.charge(request.submit.tenant, request.num_tokens - request.num_planned)
+        request.account.served_tokens += request.num_tokens - request.num_planned
         self.counters.admitted += 1
         self.counters.prompt_tokens += request.num_prompt
         self.counters.cached_tokens += request.cached_tokens
@@ -358,7 +327,7 @@ class Core:
             return self._finish(request, first_index, [], problem)
         token_ids, finish = request.extend(row_result.token_ids)
         self.counters.output_tokens += len(token_ids)
-        self._queues.shares.charge(request.submit.tenant, len(token_ids))
+        request.account.served_tokens += len(token_ids)
         if finish:
             return self._finish(request, first_index, token_ids, finish)
         if not request.is_published and request.state is RequestState.RUNNING:
@@ -369,16 +338,22 @@ class Core:
 
     def _problem_of(self, request: Request, row_result: RowResult | None, step: int) -> Finish:
         """Why this row fails alone: what the worker said, or an answer that cannot be this request's."""
-        if row_result is not None and row_result.finish:
-            return row_result.finish
-        if row_result is None or not row_result.token_ids:
+        if row_result is None:
             return Finish.INTERNAL_ERROR
-        is_ours = row_result.request_id == request.request_id and row_result.attempt == request.attempt
-        continues = row_result.first_index == request.num_output
-        # Plans ahead assumed one token; the worker may only give another number when none is in flight.
-        is_expected = len(row_result.token_ids) == 1 or request.last_step == step
-        is_known = all(0 <= token_id < self.limits.logits_width for token_id in row_result.token_ids)
-        return Finish.NONE if is_ours and continues and is_expected and is_known else Finish.INTERNAL_ERROR
+        request_id, attempt, first_index, token_ids, finish = row_result
+        if finish:
+            return finish
+        submit = request.submit
+        fits = (
+            len(token_ids) > 0
+            and first_index == request.num_output
+            # Plans ahead assumed one token; the worker may only give another number when none is in flight.
+            and (len(token_ids) == 1 or request.last_step == step)
+            and request_id == submit.request_id
+            and attempt == submit.attempt
+            and max(token_ids) < self.limits.logits_width
+        )
+        return Finish.NONE if fits else Finish.INTERNAL_ERROR
 
     def _finish(self, request: Request, first_index: int, token_ids: list[int], finish: Finish) -> Produced:
         is_sound = finish not in (Finish.NUMERICAL_ERROR, Finish.INTERNAL_ERROR)

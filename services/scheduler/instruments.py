@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from services.runtime.metrics import PREFIX
-from services.scheduler.core import CoreCounters
+from services.scheduler.outcomes import CoreCounters
 from services.scheduler.router import Router
 from services.wire.transport import Port
 

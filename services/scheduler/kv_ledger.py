@@ -171,9 +171,9 @@ class KvLedger:
             raise LedgerError("the tree miscounts its pages")
 
     def _allocate(self, num_pages: int) -> list[int] | None:
-        if num_pages > self.num_available:
-            return None
         num_missing = num_pages - self.pool.num_free
+        if num_missing > self.cache.num_evictable_pages:
+            return None
         if num_missing > 0:
             evicted = self.cache.evict(num_missing)
             self.num_evicted_pages += len(evicted)

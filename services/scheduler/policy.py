@@ -14,6 +14,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from services.scheduler.request import Request
+from services.scheduler.tenants import TenantShares
 
 PREFIX_WINDOW = 128
 AGE_LIMIT_PASSES = 24  # a cold request is admitted within 32 passes: this many, and some for others that are as old
@@ -23,39 +24,6 @@ _FIRST_SHARE = 0.3  # of what an answer may still grow, expected before anything
 _LEAST_SHARE = 0.1
 _RAISE_PER_RETRACTION = 0.1
 _DECAY_PER_STEP = 0.9995  # back to half in about 1,400 steps
-
-
-class TenantShares:
-    """How many tokens each tenant with open requests was served.
-
-    A tenant that comes, or comes back, starts at the least served of those present: it can neither claim what it did
-    not use while away nor be punished for it.
-    """
-
-    def __init__(self) -> None:
-        self._served: dict[str, int] = {}
-        self._num_open: dict[str, int] = {}
-
-    def enter(self, tenant: str) -> None:
-        """One more request of the tenant is open."""
-        if tenant not in self._num_open:
-            self._served[tenant] = min(self._served.values(), default=0)
-            self._num_open[tenant] = 0
-        self._num_open[tenant] += 1
-
-    def leave(self, tenant: str) -> None:
-        """One of its requests ended; with the last one the tenant is forgotten."""
-        self._num_open[tenant] -= 1
-        if not self._num_open[tenant]:
-            del self._num_open[tenant], self._served[tenant]
-
-    def charge(self, tenant: str, num_tokens: int) -> None:
-        """Counts tokens that were computed or produced for a tenant with open requests."""
-        self._served[tenant] += num_tokens
-
-    def served(self, tenant: str) -> int:
-        """Tokens counted so far."""
-        return self._served[tenant]
 
 
 class WaitingQueue:
@@ -106,7 +74,7 @@ class WaitingQueue:
         oldest = next(iter(self._by_arrival.values()))
         if self._num_passes - oldest.queued_pass >= AGE_LIMIT_PASSES:
             return oldest
-        tenant = min(self._by_tenant, key=self._shares.served)
+        tenant = min(self._by_tenant, key=self._shares.served_tokens)
         priorities = self._by_tenant[tenant]
         queue = priorities[min(priorities)]
         return max(islice(queue.values(), PREFIX_WINDOW), key=cached_tokens)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from services.scheduler.policy import TenantShares, WaitingQueue
+from services.scheduler.policy import WaitingQueue
 from services.scheduler.request import Request, RequestState
 from services.scheduler.siblings import Siblings
+from services.scheduler.tenants import TenantShares
 
 
 class QueueError(Exception):
@@ -30,7 +31,7 @@ class RequestQueues:
     def enter(self, request: Request, leader: Request | None) -> None:
         """Takes in a new request, which waits for its leader's prompt if it has one."""
         self.open[request.request_id] = request
-        self.shares.enter(request.submit.tenant)
+        request.account = self.shares.enter(request.submit.tenant)
         if leader is None:
             self.waiting.add(request)
         else:

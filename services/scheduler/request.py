@@ -15,6 +15,7 @@ from __future__ import annotations
 from enum import Enum
 
 from services.scheduler.radix_cache import TOKEN_BYTES, Node
+from services.scheduler.tenants import TenantAccount
 from services.wire.columns import unpack_int32
 from services.wire.messages import Finish, Submit
 
@@ -52,6 +53,7 @@ class Request:
     """
 
     __slots__ = (
+        "account",
         "arrival",
         "cached_tokens",
         "finish",
@@ -79,6 +81,7 @@ class Request:
     def __init__(self, submit: Submit, max_length: int, arrival: int) -> None:
         self.submit = submit
         self.arrival = arrival
+        self.account = TenantAccount(0)  # its tenant's, once it is queued
         self.state = RequestState.WAITING
         self.finish = Finish.NONE
         self.token_bytes = bytearray(submit.prompt_token_ids + submit.output_token_ids)
@@ -136,6 +139,11 @@ class Request:
         Returns:
             Those that count, and why the request ends with them, if it does.
         """
+        if len(token_ids) == 1:  # nearly always: the loop below for one id
+            token_id = token_ids[0]
+            self.token_bytes += token_id.to_bytes(TOKEN_BYTES, "little")
+            self.num_output += 1
+            return token_ids, self._verdict(token_id)
         finish = Finish.NONE
         num_taken = 0
         for token_id in token_ids:
@@ -169,6 +177,7 @@ class Request:
 
     def _verdict(self, token_id: int) -> Finish:
         """What the newest token means: NONE, the end by an end id, or by length. Below min_tokens no id ends."""
-        if token_id in self.stop_ids and self.num_tokens > self.min_length:
+        num_tokens = self.num_prompt + self.num_output
+        if token_id in self.stop_ids and num_tokens > self.min_length:
             return Finish.STOP_TOKEN
-        return Finish.LENGTH if self.num_tokens >= self.max_length else Finish.NONE
+        return Finish.LENGTH if num_tokens >= self.max_length else Finish.NONE

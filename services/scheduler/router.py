@@ -11,7 +11,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Container
 from dataclasses import dataclass
 
-from services.scheduler.core import Core, Produced
+from services.scheduler.core import Core
+from services.scheduler.outcomes import Produced
 from services.scheduler.request import Request
 from services.wire.messages import Finish, Submit
 

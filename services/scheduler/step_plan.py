@@ -6,6 +6,8 @@ remember until the result comes is the `StepInFlight`. Neither decides anything.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from services.scheduler.request import Request
@@ -104,3 +106,22 @@ class StepDraft:
             num_new_tokens=pack_int32(self.counts),
             samples=bytes(self.samples),
         )
+
+
+class CursorError(Exception):
+    """Cursors of a request that contradict each other or the plans in flight: a fault of the scheduler."""
+
+
+def check_cursors(requests: Iterable[Request], in_flight: Iterable[StepInFlight], page_size: int) -> None:
+    """CursorError unless each request expects what plans in flight sample, and has pages for what they compute."""
+    num_sampled = Counter(
+        request.request_id
+        for flight in in_flight
+        for request, samples in zip(flight.requests, flight.samples, strict=True)
+        if samples
+    )
+    for request in requests:
+        if request.num_expected != request.num_tokens + num_sampled[request.request_id]:
+            raise CursorError(f"{request.num_expected} tokens expected of a request that has {request.num_tokens}")
+        if not 0 <= request.num_computed <= request.num_planned <= len(request.pages) * page_size:
+            raise CursorError(f"{request.num_computed} tokens computed, {len(request.pages)} pages")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.wire.columns import split_by_counts, unpack_int32, unpack_request_ids
 from services.wire.errors import ProtocolError
@@ -13,8 +13,7 @@ class ResultError(Exception):
     """A result that is not the one awaited, or does not hold together: this worker cannot be trusted."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What one row gave: ids from output index `first_index` on, or why it failed."""
 
     request_id: bytes
@@ -32,15 +31,15 @@ def rows_of(result: StepResult) -> dict[int, RowResult]:
     """
     rows = unpack_int32(result.rows)
     try:
-        columns = zip(
+        columns = map(
+            RowResult,
             unpack_request_ids(result.request_ids),
             unpack_int32(result.attempts),
             unpack_int32(result.first_indexes),
             split_by_counts(unpack_int32(result.token_ids), unpack_int32(result.counts)),
             map(_FINISHES.__getitem__, result.finishes),
-            strict=True,
         )
-        by_row = {row: RowResult(*values) for row, values in zip(rows, columns, strict=True)}
+        by_row = dict(zip(rows, columns, strict=True))
     except (ProtocolError, KeyError) as error:
         raise ResultError(f"result of step {result.step}: {error}") from error
     if len(by_row) != len(rows):

@@ -11,32 +11,25 @@ class TokenBatch:
     """New ids of many answers for one detokenizer."""
 
     def __init__(self) -> None:
-        self._request_ids: list[bytes] = []
-        self._attempts: list[int] = []
-        self._first_indexes: list[int] = []
-        self._counts: list[int] = []
+        self._rows: list[tuple[bytes, int, int, int, int, int]] = []
         self._token_ids: list[int] = []
-        self._finishes = bytearray()
-        self._cached_tokens: list[int] = []
 
     def add(self, request: Request, first_index: int, token_ids: list[int], finish: Finish) -> None:
         """Adds a row: ids from output index `first_index` on, and why the answer ends with them, if it does."""
-        self._request_ids.append(request.submit.request_id)
-        self._attempts.append(request.submit.attempt)
-        self._first_indexes.append(first_index)
-        self._counts.append(len(token_ids))
+        submit = request.submit
+        cached_tokens = max(request.cached_tokens, 0)
+        self._rows.append((submit.request_id, submit.attempt, first_index, len(token_ids), finish, cached_tokens))
         self._token_ids += token_ids
-        self._finishes.append(finish)
-        self._cached_tokens.append(max(request.cached_tokens, 0))
 
     def message(self) -> TokensProduced:
-        """The message."""
+        """The message; at least one row was added."""
+        request_ids, attempts, first_indexes, counts, finishes, cached_tokens = zip(*self._rows, strict=True)
         return TokensProduced(
-            request_ids=b"".join(self._request_ids),
-            attempts=pack_int32(self._attempts),
-            first_indexes=pack_int32(self._first_indexes),
-            counts=pack_int32(self._counts),
+            request_ids=b"".join(request_ids),
+            attempts=pack_int32(attempts),
+            first_indexes=pack_int32(first_indexes),
+            counts=pack_int32(counts),
             token_ids=pack_int32(self._token_ids),
-            finishes=bytes(self._finishes),
-            cached_tokens=pack_int32(self._cached_tokens),
+            finishes=bytes(finishes),
+            cached_tokens=pack_int32(cached_tokens),
         )

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from services.runtime.config import Settings
 from services.runtime.session import SILENCE_LIMIT_S
 from services.scheduler.admission import WHOLE_PROMPTS, CoreLimits
-from services.scheduler.core import Core, Produced
+from services.scheduler.core import Core
 from services.scheduler.instruments import SchedulerCollector
 from services.scheduler.membership import GreetingRefusedError, Peer
+from services.scheduler.outcomes import Produced
 from services.scheduler.router import Router
 from services.scheduler.step_result import ResultError
 from services.wire.messages import StepResult, WorkerCard

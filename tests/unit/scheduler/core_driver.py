@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.scheduler.admission import CoreLimits
-from services.scheduler.core import Core, Produced
+from services.scheduler.core import Core
+from services.scheduler.outcomes import Produced
 from services.scheduler.policy import RemainderEstimate
 from services.scheduler.request import Request
 from services.wire.columns import unpack_int32

@@ -14,8 +14,9 @@ from services.scheduler.deadlines import Deadlines
 from services.scheduler.instruments import SchedulerCollector
 from services.scheduler.load_report import FinishRate, LoadPacer, load_of
 from services.scheduler.membership import GreetingRefusedError, Membership
-from services.scheduler.policy import RemainderEstimate, TenantShares
+from services.scheduler.policy import RemainderEstimate
 from services.scheduler.router import RECORD_KEPT_S, Router
+from services.scheduler.tenants import TenantShares
 from services.scheduler.workers import Workers, limits_of, stall_limit_s
 from services.wire.endpoints import Identity
 from services.wire.messages import PROTOCOL_VERSION, Finish, Heartbeat, Hello, Role, State, Submit
@@ -294,17 +295,14 @@ def test_a_worker_is_stalled_only_while_a_plan_is_in_flight() -> None:
 
 def test_tenants_start_level_and_are_forgotten_when_they_leave() -> None:
     shares = TenantShares()
-    shares.enter("a")
-    shares.charge("a", 100)
-    shares.enter("b")
-    assert shares.served("b") == 100  # it did not wait for its turn before it came
-    shares.charge("b", 5)
+    shares.enter("a").served_tokens += 100
+    assert shares.enter("b").served_tokens == 100  # it did not wait for its turn before it came
+    shares.enter("b").served_tokens += 5
     shares.enter("a")
     shares.leave("a")
-    assert (shares.served("a"), shares.served("b")) == (100, 105)
+    assert (shares.served_tokens("a"), shares.served_tokens("b")) == (100, 105)
     shares.leave("a")
-    shares.enter("a")
-    assert shares.served("a") == 105
+    assert shares.enter("a").served_tokens == 105
 
 
 def test_the_expected_remainder_covers_the_horizon_and_never_more_than_what_may_come() -> None:
