@@ -104,7 +104,8 @@ def choose_device(settings: Settings) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if settings.device == "cuda" and not has_cuda:
         raise StartError("--device cuda: torch finds no CUDA device (--device cpu runs everywhere)")
-    return torch.device("cuda" if has_cuda and settings.device != "cpu" else "cpu")
+    is_cuda = has_cuda and settings.device != "cpu"
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
 
 
 def set_up_threads(settings: Settings) -> None:

@@ -18,7 +18,6 @@ from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.models.layer_weights import DecoderWeights
 from services.gpu_worker.models.parse_config import parse_model_config
 from services.gpu_worker.models.registry import FAMILIES
-from services.gpu_worker.weight_sources.gguf_file import GgufFile
 from services.gpu_worker.weight_sources.safetensors_files import SafetensorsFiles
 from services.gpu_worker.weight_sources.source import LoadMeter, WeightSource
 from services.model_files.errors import ModelFileError
@@ -115,6 +114,9 @@ def _default_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
 def _open_source(files: ModelFiles, config: ModelConfig) -> WeightSource:
     if files.gguf is None:
         return SafetensorsFiles(files.path)
+    # Needs the gguf package, which a machine that serves safetensors can do without.
+    from services.gpu_worker.weight_sources.gguf_file import GgufFile
+
     interleaves = FAMILIES[config.model_type].gguf_interleaves_heads
     return GgufFile(files.gguf, config.head_dim if interleaves else None)
 
