@@ -104,7 +104,8 @@ class WorkerService:
             result = self._worker.launcher.finish(pending)
             self._link.send(result)
             self._link.session.progress += 1
-            self._instruments.count(result, pending.num_tokens)
+            if pending.rows is not None:  # else it only released rows: no forward pass
+                self._instruments.count(result, pending.num_tokens)
 
     def _is_done(self, now_s: float) -> bool:
         """Whether to leave: told to stop, and nothing runs any more or the time to drain is over."""

@@ -213,9 +213,7 @@ def read_stream(reader: EventReader) -> Answer:
             pieces[index].append(text)
     texts = ["".join(parts) for parts in pieces]
     assert texts == [text_of(events, index) for index in range(num_choices)]
-    return Answer(
-        texts, [reasons[index] for index in range(num_choices)], last["usage"], reader.headers, pieces, events
-    )
+    return Answer(texts, [reasons[index] for index in range(num_choices)], last["usage"], reader.headers, pieces)
 
 
 def all_at_once(calls: Sequence[Callable[[], Answer]]) -> list[Answer]:

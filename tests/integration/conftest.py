@@ -6,9 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
+from services.model_files.source import open_model
+from services.model_files.tokenizer import load_tokenizer
 from tests.integration.client import Client
 from tests.integration.server import Server, running
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2_path: Path) -> Tokenizer:
+    """The real model's, to decode what transformers' ids should look like."""
+    return load_tokenizer(open_model(str(smollm2_path))).tokenizer
 
 
 def _checked(server: Server) -> Iterator[Client]:
