@@ -31,10 +31,10 @@ serve: $(VENV)/.installed $(if $(filter smollm2:135m,$(MODEL)),$(VENV)/.demo-mod
 	@exec $(BIN)/tokenway serve "$(MODEL)" --port "$(PORT)" $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(PYTEST) -m "not slow and not gpu and not compose" -n $(TEST_WORKERS) $(ARGS)
+	$(PYTEST) -m "not slow and not gpu and not compose" -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 test-all: $(VENV)/.installed-test
-	$(PYTEST) -m "not gpu and not compose" -n $(TEST_WORKERS) $(ARGS)
+	$(PYTEST) -m "not gpu and not compose" -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 test-pairwise: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m pairwise $(ARGS)
