@@ -2,6 +2,7 @@
 # make test        what every change must pass, within 8 minutes on two cores
 # make test-pairwise  the real model's texts under settings chosen pairwise
 # make test-all    the long tests too        make test-gpu      those that need a CUDA device
+# make test-pairwise   the pipeline's settings against each other, each run held to the reference texts
 # make test-compose  the containers, for real: needs a Docker engine
 # make lint        ruff, mypy, import rules  make format        let ruff rewrite
 # make clean       remove the environment and every cache
@@ -25,7 +26,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 .PHONY: help serve test test-all test-pairwise test-gpu test-compose lint format clean
 
 help:
-	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+	@sed -n '/^# make/s/^# //p' Makefile
 
 serve: $(VENV)/.installed $(if $(filter smollm2:135m,$(MODEL)),$(VENV)/.demo-model)
 	@exec $(BIN)/tokenway serve "$(MODEL)" --port "$(PORT)" $(ARGS)
@@ -38,6 +39,9 @@ test-all: $(VENV)/.installed-test
 
 test-pairwise: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m pairwise $(ARGS)
+
+test-pairwise: $(VENV)/.installed-test
+	$(PYTEST) -m pairwise $(ARGS)
 
 test-gpu: $(VENV)/.installed-test
 	$(PYTEST) -m gpu $(ARGS)
@@ -74,10 +78,10 @@ $(VENV)/.demo-model: | $(VENV)/.installed
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/.demo-model
-	$(PIP_INSTALL) -c constraints.txt -e '.[all,test]'
-	$(PIP_INSTALL) --no-deps dashscope==2.0.2
+	$(PIP_INSTALL) --quiet -c constraints.txt -e '.[all,test]'
+	$(PIP_INSTALL) --quiet --no-deps dashscope==2.0.2
 	@touch $@
 
 $(VENV)/.installed-lint: pyproject.toml constraints.txt | $(VENV)/.installed-test
-	$(PIP_INSTALL) -c constraints.txt -e '.[all,test,lint]'
+	$(PIP_INSTALL) --quiet -c constraints.txt -e '.[all,test,lint]'
 	@touch $@
