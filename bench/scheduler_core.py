@@ -125,7 +125,7 @@ def take(core: Core, result: StepResult) -> None:
     batch = TokenBatch()
     for item in core.apply_result(result):
         batch.add(item.request, item.first_index, item.token_ids, item.finish)
-    batch.message()
+    batch.messages()
 
 
 def main() -> None:

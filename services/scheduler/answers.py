@@ -201,7 +201,8 @@ class Answers:
         """Sends what was produced since the last time: one message to each detokenizer."""
         batches, self._batches = self._batches, {}
         for detokenizer, batch in batches.items():
-            self._send(detokenizer, batch.message())
+            for message in batch.messages():
+                self._send(detokenizer, message)
 
     # ------------------------------------------------------------ inside
 

@@ -267,7 +267,7 @@ class Core:
 
     def _admit(self, draft: StepDraft, budget: int) -> None:
         """Lets requests begin or resume while rows, tokens of the step and pages last."""
-        while budget and self._free_rows:
+        while budget and self._free_rows and draft.has_room:
             request = self._next_to_admit()
             if request is None or not self._take_pages(request, budget):
                 break

@@ -135,8 +135,8 @@ class SchedulerService:
         timers = [self._group.next_s(), self._pacer.next_s(), self._answers.deadlines.next_s()]
         if not is_busy and not self._is_counted:
             timers.append(self._busy_s + _SETTLED_S)
-        leaving = [time_s for time_s in (self._drain_deadline_s, self._leave_by_s) if time_s is not None]
-        return min([*timers, *leaving])
+        leave_s = self._drain_deadline_s if self._leave_by_s is None else self._leave_by_s
+        return min(timers) if leave_s is None else min(*timers, leave_s)
 
     def _take(self, envelope: Envelope, now_s: float) -> None:
         message = envelope.message

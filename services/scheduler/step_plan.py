@@ -14,6 +14,8 @@ from services.scheduler.request import Request
 from services.wire.columns import pack_int32
 from services.wire.messages import NewRow, StepPlan
 
+MAX_NEW_ROW_IDS = 2**20  # token and page ids of new rows in a plan (4 MiB); the row that passes it is the last
+
 
 @dataclass(slots=True)
 class StepInFlight:
@@ -43,6 +45,12 @@ class StepDraft:
     ends: list[int] = field(default_factory=list)
     samples: bytearray = field(default_factory=bytearray)
     new_rows: list[NewRow] = field(default_factory=list)
+    num_new_row_ids: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the plan may introduce another request: long cached prompts must not add up to a frame too large."""
+        return self.num_new_row_ids < MAX_NEW_ROW_IDS
 
     def add(self, request: Request, num_new_tokens: int) -> None:
         """Lets a running request compute its next tokens, and sample one when these are its last."""
@@ -69,6 +77,7 @@ class StepDraft:
 
     def add_new_row(self, request: Request) -> None:
         """Introduces a request that was just given its row and pages."""
+        self.num_new_row_ids += request.num_tokens + len(request.pages)
         self.new_rows.append(
             NewRow(
                 row=request.row,

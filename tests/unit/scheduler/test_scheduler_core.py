@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.scheduler import step_plan
 from services.scheduler.admission import CoreLimits, RequestRefusedError
 from services.scheduler.core import Core
 from services.scheduler.kv_ledger import LedgerError
@@ -278,6 +279,20 @@ def test_salted_prompts_share_nothing() -> None:
         answer = driver.submit(new_submit(number, PROMPT, 2, cache_root=salt))
         driver.run()
         assert answer.request.cached_tokens == (10 if number == 4 else 0)
+
+
+def test_a_plan_stops_admitting_when_its_new_rows_grow_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cached prompts cost no budget, but their ids travel: a frame has a limit."""
+    driver = Driver(new_limits(400, 1))
+    driver.submit(new_submit(1, [7] * 40, 1))
+    driver.run()
+    monkeypatch.setattr(step_plan, "MAX_NEW_ROW_IDS", 100)
+    answers = [driver.submit(new_submit(number, [7] * 40 + [1], 3)) for number in range(2, 6)]
+    driver.plan()
+    assert driver.core.num_running == 2  # each brings 41 token ids and 41 page ids
+    driver.run()
+    for answer in answers:
+        driver.check_answer(answer)
 
 
 def test_a_request_ends_in_every_state_with_any_reason() -> None:

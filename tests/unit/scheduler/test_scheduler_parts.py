@@ -9,6 +9,7 @@ import pytest
 from services.runtime.config import Settings
 from services.runtime.metrics import new_registry, snapshot
 from services.scheduler import router as router_module
+from services.scheduler import token_batch
 from services.scheduler.core import Core
 from services.scheduler.deadlines import Deadlines
 from services.scheduler.instruments import SchedulerCollector
@@ -18,6 +19,8 @@ from services.scheduler.policy import RemainderEstimate
 from services.scheduler.router import RECORD_KEPT_S, Router
 from services.scheduler.tenants import TenantShares
 from services.scheduler.workers import Workers, limits_of, stall_limit_s
+from services.wire.codec import decode, encode
+from services.wire.columns import unpack_int32
 from services.wire.endpoints import Identity
 from services.wire.messages import PROTOCOL_VERSION, Finish, Heartbeat, Hello, Role, State, Submit
 from services.wire.transport import PortStats
@@ -317,6 +320,22 @@ def test_the_expected_remainder_covers_the_horizon_and_never_more_than_what_may_
     for _ in range(100_000):
         estimate.on_step()
     assert estimate.share == 0.1
+
+
+def test_many_long_answers_sent_again_are_cut_into_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_batch, "MAX_IDS", 10)
+    batch = token_batch.TokenBatch()
+    assert batch.messages() == []
+    cores = RoutedCores(1)
+    sizes = [3, 6, 4, 25, 0]
+    requests = [cores.submit(new_submit(number, PROMPT, 30)).request for number in range(1, 6)]
+    for request, size in zip(requests, sizes, strict=True):
+        batch.add(request, 0, list(range(size)), Finish.NONE)
+    messages = batch.messages()
+    assert [unpack_int32(message.counts) for message in messages] == [[3, 6, 4], [25], [0]]
+    assert b"".join(message.request_ids for message in messages) == b"".join(request.request_id for request in requests)
+    for message in messages:
+        decode(encode(message))
 
 
 class NoPort:
