@@ -267,9 +267,12 @@ class Core:
 
     def _admit(self, draft: StepDraft, budget: int) -> None:
         """Lets requests begin or resume while rows, tokens of the step and pages last."""
+        if not (budget and self._free_rows and (self._queues.retracted or len(self._queues.waiting))):
+            return
+        num_reserved = sum(map(self._expected_growth, self._queues.running.values()))
         while budget and self._free_rows and draft.has_room:
             request = self._next_to_admit()
-            if request is None or not self._take_pages(request, budget):
+            if request is None or not self._take_pages(request, budget, num_reserved):
                 break
             if request.state is RequestState.WAITING:
                 self._count_admission(request)
@@ -277,6 +280,7 @@ class Core:
             request.row = heapq.heappop(self._free_rows)
             draft.add_new_row(request)
             budget -= draft.add_most(request, budget)
+            num_reserved += self._expected_growth(request)
         if draft.new_rows:
             self._queues.waiting.count_pass()
 
@@ -288,14 +292,14 @@ class Core:
         is_in_flight = bool(self._in_flight) and request.last_step >= self._in_flight[0].step
         return None if is_in_flight else request
 
-    def _take_pages(self, request: Request, budget: int) -> bool:
+    def _take_pages(self, request: Request, budget: int, num_reserved: int) -> bool:
+        """Gives it its pages, if that leaves `num_reserved` for those that run, and what it will need itself."""
         if not self.limits.is_chunked and request.num_tokens - self.ledger.peek(request) > budget:
             return False
-        num_reserved = 0
-        if self._queues.running:  # alone it may have everything: it was checked to fit
-            num_reserved = sum(map(self._expected_growth, self._queues.running.values()))
-            num_reserved += self._expected_growth(request) - self.ledger.pages_for(request.num_tokens)
-        return self.ledger.take(request, num_reserved)
+        if not self._queues.running:
+            return self.ledger.take(request, 0)  # alone it may have everything: it was checked to fit
+        own_growth = self._expected_growth(request) - self.ledger.pages_for(request.num_tokens)
+        return self.ledger.take(request, num_reserved + own_growth)
 
     def _expected_growth(self, request: Request) -> int:
         """Pages that it will need beyond those it has. The KV of the last token is never computed."""

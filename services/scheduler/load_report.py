@@ -15,6 +15,8 @@ IDLE_INTERVAL_S = 1.0
 RETRY_STARTING_S = 2
 RETRY_DRAINING_S = 5
 _MAX_RETRY_S = 60
+_UNKNOWN_RETRY_S = 10
+_LEAST_RATE = 0.001
 _RATE_WINDOW_S = 10.0
 
 
@@ -35,9 +37,11 @@ class FinishRate:
         return self._rate * math.exp(-max(now_s - self._measured_s, 0.0) / _RATE_WINDOW_S)
 
     def retry_after_s(self, num_waiting: int, now_s: float) -> int:
-        """Whole seconds until those who wait now will have been served, 1 to 60."""
+        """Whole seconds until those who wait now will have been served, 1 to 60; 10 when nothing has ended lately."""
         rate = self.at(now_s)
-        return max(1, min(_MAX_RETRY_S, math.ceil(num_waiting / rate))) if rate > 0.001 else _MAX_RETRY_S
+        if rate < _LEAST_RATE:
+            return _UNKNOWN_RETRY_S
+        return max(1, min(_MAX_RETRY_S, math.ceil(num_waiting / rate)))
 
 
 def load_of(cores: list[Core], state: State, retry_after_s: int, idle_ms: int) -> Load:
