@@ -75,6 +75,11 @@ def test_relative_links_lead_to_files_and_headings(name: str) -> None:
             assert anchor in anchors_of(str(linked.resolve().relative_to(REPOSITORY))), target
 
 
+def test_the_readme_leads_to_every_document() -> None:
+    linked = {target.partition("#")[0] for target in LINK.findall(text_of("README.md"))}
+    assert {name for name in markdown_files() if re.fullmatch(r"docs/[^/]+\.md", name)} <= linked
+
+
 # ---------------------------------------------------------------- names
 
 
