@@ -6,6 +6,7 @@ starts 64 threads is many times slower than with 2.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from collections.abc import Callable
@@ -13,6 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_KEPT_BLOCK_BYTES = 64 * 2**20  # larger blocks come and go with the system
+_KEPT_BYTES = 256 * 2**20
 
 
 def num_cores(cgroup: Path = _CGROUP) -> int:
@@ -40,6 +44,19 @@ def available_memory_bytes(cgroup: Path = _CGROUP) -> int:
     used = _number(cgroup / "memory.current") or _number(cgroup / "memory/memory.usage_in_bytes") or 0
     # Where the system does not tell, half of the memory is a guess that leaves room for the others.
     return min(total // 2 if available is None else available, max(0, total - used))
+
+
+def keep_freed_memory() -> bool:
+    """Has the C library keep what is freed instead of giving it back; False where it cannot be told.
+
+    A step frees some tens of megabytes and the next one takes them again. Given back in between, every page of them is
+    mapped and zeroed anew: half of the time of drawing 16 tokens was spent on that.
+    """
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallopt"):
+        return False
+    is_set = library.mallopt(_M_MMAP_THRESHOLD, _KEPT_BLOCK_BYTES) and library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    return bool(is_set)
 
 
 def peak_growth_bytes(run: Callable[[], None]) -> int:

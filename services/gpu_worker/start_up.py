@@ -16,7 +16,7 @@ import torch
 from services.gpu_worker.attention import attention_for
 from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.attention.reference import ReferenceAttention
-from services.gpu_worker.host_limits import num_cores
+from services.gpu_worker.host_limits import keep_freed_memory, num_cores
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.load_progress import LoadProgress
 from services.gpu_worker.memory import MemoryState, measure_memory, pool_size
@@ -64,6 +64,7 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     """
     device = choose_device(settings)
     set_up_threads(settings)
+    keep_freed_memory()
     model = _load(settings, device, pump)
     max_model_len = choose_context(settings, model.config)
     attention = _attention(settings, device, model)

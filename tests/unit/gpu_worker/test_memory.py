@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,17 @@ def test_memory_is_that_of_the_container(tmp_path: Path) -> None:
     assert 0 < host_limits.available_memory_bytes(free) <= host
     old = write(tmp_path / "old", memory__memory_dot_limit_in_bytes=f"{GIB}", memory__memory_dot_usage_in_bytes="0")
     assert host_limits.available_memory_bytes(old) == min(GIB, host_limits.available_memory_bytes(tmp_path))
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    assert host_limits.keep_freed_memory()
+
+    def num_faults(num_steps: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        for _ in range(num_steps):
+            torch.ones(5 * 2**20, dtype=torch.uint8)
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+    num_faults(2)
+    assert num_faults(20) <= 2 * 5 * 2**20 // 4096  # of 20 times what one block takes
