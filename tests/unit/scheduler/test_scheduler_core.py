@@ -146,9 +146,10 @@ def test_the_longest_cached_prefix_goes_first_and_equals_go_by_arrival() -> None
     assert admission_order(driver, answers) == [4, 3, 2, 5]
 
 
-def test_nothing_is_admitted_that_would_soon_need_a_retraction() -> None:
+@pytest.mark.parametrize("chunk_tokens", [16, 100])
+def test_nothing_is_admitted_that_would_soon_need_a_retraction(chunk_tokens: int) -> None:
     """Two answers of 32 more tokens fit into 90 pages, three do not: the third waits and nobody is retracted."""
-    driver = Driver(new_limits(90, 1, plans_ahead=1))
+    driver = Driver(new_limits(90, 1, plans_ahead=1, token_budget=200, chunk_tokens=chunk_tokens))
     answers = [driver.submit(new_submit(number, [number] * 10, 33)) for number in (1, 2, 3)]
     driver.plan()
     assert (driver.core.num_running, driver.core.num_waiting) == (2, 1)
