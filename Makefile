@@ -1,6 +1,5 @@
 # make serve       environment, demo model and server in one go      PORT=8000 MODEL=smollm2:135m ARGS="--num-tokenizers 2"
 # make test        what every change must pass, within 8 minutes on two cores
-# make test-pairwise  the real model's texts under settings chosen pairwise
 # make test-all    the long tests too        make test-gpu      those that need a CUDA device
 # make test-pairwise   the pipeline's settings against each other, each run held to the reference texts
 # make test-compose  the containers, for real: needs a Docker engine
@@ -38,9 +37,6 @@ test-all: $(VENV)/.installed-test
 	$(PYTEST) -m "not gpu and not compose" -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 test-pairwise: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m pairwise $(ARGS)
-
-test-pairwise: $(VENV)/.installed-test
 	$(PYTEST) -m pairwise $(ARGS)
 
 test-gpu: $(VENV)/.installed-test
@@ -52,7 +48,7 @@ test-compose: $(VENV)/.installed-test
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy services tests
+	$(BIN)/mypy services tests bench
 	$(BIN)/lint-imports
 
 format: $(VENV)/.installed-lint

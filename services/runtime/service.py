@@ -49,6 +49,10 @@ class StartError(Exception):
     """This process cannot start; the message is one line that names what is wrong."""
 
 
+class OrphanError(Exception):
+    """The parent of this process has died: nobody would end it."""
+
+
 @dataclass
 class Process:
     """What the loop of a service gets to know about the process that it runs in."""
@@ -66,10 +70,10 @@ class Process:
     """What a health check looks at; None without a run directory."""
     _parent: int = field(default_factory=os.getppid)
 
-    @property
-    def is_orphan(self) -> bool:
-        """Whether the parent has died (the way to notice it where the kernel sends no signal)."""
-        return os.getppid() != self._parent
+    def end_with_parent(self) -> None:
+        """Raises OrphanError when the parent has died: the way to notice it where the kernel sends no signal."""
+        if os.getppid() != self._parent:
+            raise OrphanError("the parent process has died")
 
     @property
     def drain_timeout_s(self) -> float:
@@ -81,7 +85,12 @@ class Process:
         return SchedulerSession(self.identity, address, self.vital_signs, time.monotonic())
 
     def vital_signs(self) -> dict[str, float]:
-        """The metrics for a heartbeat. Called by the work loop for each one, which renews the pulse file too."""
+        """The metrics for a heartbeat. Called by the work loop for each one, which renews the pulse file too.
+
+        Raises:
+            OrphanError: the parent has died.
+        """
+        self.end_with_parent()
         if self.pulse is not None:
             self.pulse.beat()
         return metrics.snapshot(self.registry)
@@ -188,7 +197,7 @@ def _install_signals(process: Process) -> None:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Has the kernel kill this process when the thread that started it ends (Linux; elsewhere see `is_orphan`).
+    """Has the kernel kill this process when the thread that started it ends (Linux; elsewhere see `end_with_parent`).
 
     Args:
         parent: the process that started this one, when it is known: if it has ended already, so does this process.

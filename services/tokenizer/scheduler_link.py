@@ -31,10 +31,6 @@ _FAREWELL_MS = 500  # how long closing sockets may take to hand over their last 
 logger = logging.getLogger(__name__)
 
 
-class OrphanError(Exception):
-    """The parent of this process has died: nobody would end it."""
-
-
 class SchedulerLink:
     """Sends requests to the scheduler and brings their text back."""
 
@@ -172,8 +168,7 @@ class SchedulerLink:
             self._tick_s = now_s + _TICK_S
             for request in self.table.requests:
                 request.sink.keep_alive(now_s)
-            if self._process.is_orphan:
-                raise OrphanError("the parent process has died")
+            self._process.end_with_parent()
         if self._session.is_silent(now_s) and not self._is_scheduler_lost:
             self._is_scheduler_lost = True
             self._lose("the scheduler process does not answer")

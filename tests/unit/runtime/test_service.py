@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from services.runtime.config import Settings
-from services.runtime.service import Process, StartError
+from services.runtime.service import OrphanError, Process, StartError
 from services.wire.endpoints import Identity
 from services.wire.errors import EndpointInUseError
 from services.wire.messages import Role
@@ -225,6 +225,7 @@ def test_the_run_directory_may_be_relative(made: Sockets, monkeypatch: pytest.Mo
 
 def test_orphans_know_it() -> None:
     process = process_of(Role.SCHEDULER)
-    assert not process.is_orphan
+    assert process.vital_signs() == {}
     process._parent = 0
-    assert process.is_orphan
+    with pytest.raises(OrphanError):
+        process.vital_signs()
