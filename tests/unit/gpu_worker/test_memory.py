@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -151,15 +152,26 @@ def test_memory_is_that_of_the_container(tmp_path: Path) -> None:
     assert host_limits.available_memory_bytes(old) == min(GIB, host_limits.available_memory_bytes(tmp_path))
 
 
+_COUNT_FAULTS = """
+import resource, torch
+from services.gpu_worker.host_limits import keep_freed_memory
+
+def num_faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(5 * 2**20, dtype=torch.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+torch.set_num_threads(1)
+num_faults()
+print(num_faults(), keep_freed_memory(), num_faults(), num_faults())
+"""
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
 def test_freed_memory_is_kept_for_the_next_step() -> None:
-    assert host_limits.keep_freed_memory()
-
-    def num_faults(num_steps: int) -> int:
-        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-        for _ in range(num_steps):
-            torch.ones(5 * 2**20, dtype=torch.uint8)
-        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
-
-    num_faults(2)
-    assert num_faults(20) <= 2 * 5 * 2**20 // 4096  # of 20 times what one block takes
+    """In a process of its own: how a heap looks depends on all that it has held."""
+    done = subprocess.run([sys.executable, "-c", _COUNT_FAULTS], capture_output=True, text=True, timeout=60, check=True)
+    _, is_set, _, num_faults = done.stdout.split()
+    assert is_set == "True"
+    assert int(num_faults) < 100  # a block takes 1,280 pages
