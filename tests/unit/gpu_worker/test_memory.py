@@ -18,6 +18,7 @@ from services.gpu_worker.start_up import choose_device, token_budget
 from services.runtime.config import Settings
 from services.runtime.service import StartError
 
+ROOT = Path(__file__).parents[3]
 GIB = 2**30
 SHAPE = KvCacheShape(num_layers=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float16)
 PAGE = SHAPE.bytes_per_page  # 32 KiB
@@ -171,7 +172,9 @@ print(num_faults(), keep_freed_memory(), num_faults(), num_faults())
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
 def test_freed_memory_is_kept_for_the_next_step() -> None:
     """In a process of its own: how a heap looks depends on all that it has held."""
-    done = subprocess.run([sys.executable, "-c", _COUNT_FAULTS], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNT_FAULTS], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
     _, is_set, _, num_faults = done.stdout.split()
     assert is_set == "True"
     assert int(num_faults) < 100  # a block takes 1,280 pages
