@@ -48,7 +48,7 @@ class Server:
 def environment(**settings: object) -> dict[str, str]:
     """The environment of a server with these settings (names as in Settings) and no others."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TOKENWAY_")}
-    own = {f"TOKENWAY_{name.upper()}": str(value).lower() for name, value in settings.items()}
+    own = {f"TOKENWAY_{name.upper()}": str(value) for name, value in settings.items()}
     return inherited | {"PYTHONUNBUFFERED": "1"} | own
 
 

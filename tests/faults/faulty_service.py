@@ -1,0 +1,133 @@
+"""A real service with one fault put in: `python -m tests.faults.faulty_service ROLE`, settings as for `services.ROLE`.
+
+The fault strikes requests that carry a mark and no others:
+
+    tokenizer     raises while it encodes a text that holds TEXT_MARK
+    scheduler     raises when a request is submitted whose prompt holds SUBMIT_MARK
+    gpu_worker    raises in a step with a row whose prompt begins with RAISE_MARK, from output index 5 on;
+                  computes no numbers for a row whose prompt begins with a mark of NAN_MARKS, from that output index on
+    detokenizer   raises at output index DECODE_FROM of an answer that has the stop string STOP_MARK
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from unittest import mock
+
+from services.runtime.service import run_service
+from services.wire.columns import unpack_int32
+from services.wire.messages import DecodeOpen, Finish, NewRow, Role, Submit
+
+TEXT_MARK = "the tokenizer raises here"
+SUBMIT_MARK = 40001
+RAISE_MARK, RAISE_FROM = 40002, 5
+NAN_MARKS = {40003: 3, 40004: 0}
+STOP_MARK, DECODE_FROM = "the detokenizer raises here", 4
+
+
+class InjectedError(Exception):
+    """The fault."""
+
+
+def run_tokenizer() -> None:
+    from tokenizers import Tokenizer
+
+    from services.tokenizer import text_encoder
+    from services.tokenizer.service import main
+
+    encode = text_encoder._encode
+
+    def faulty_encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        if TEXT_MARK in text:
+            raise InjectedError("encoding")
+        return encode(tokenizer, text, add_special_tokens)
+
+    mock.patch.object(text_encoder, "_encode", faulty_encode).start()
+    run_service(Role.TOKENIZER, main)
+
+
+def run_scheduler() -> None:
+    from services.scheduler.core import Core
+    from services.scheduler.request import Request
+    from services.scheduler.service import main
+
+    submit_unharmed = Core.submit
+
+    def faulty_submit(core: Core, submit: Submit) -> Request:
+        if SUBMIT_MARK in unpack_int32(submit.prompt_token_ids):
+            raise InjectedError("submitting")
+        return submit_unharmed(core, submit)
+
+    mock.patch.object(Core, "submit", faulty_submit).start()
+    run_service(Role.SCHEDULER, main)
+
+
+def run_gpu_worker() -> None:
+    from torch import Tensor, nan
+
+    from services.gpu_worker.model_runner import ModelRunner
+    from services.gpu_worker.service import main
+    from services.gpu_worker.step_inputs import StepInputs
+    from services.gpu_worker.worker_state import WorkerState
+
+    set_up, forward = WorkerState._set_up, ModelRunner.forward
+    marks: dict[int, tuple[int, int]] = {}  # first page of a row -> its first token, length of its prompt
+
+    def noting_set_up(state: WorkerState, new: NewRow) -> None:
+        set_up(state, new)
+        marks[unpack_int32(new.page_ids)[0]] = unpack_int32(new.token_ids)[0], new.num_prompt_tokens
+
+    def faulty_forward(runner: ModelRunner, inputs: StepInputs) -> Tensor:
+        first_pages = inputs.page_table[:, 0].tolist()
+        poisoned = []
+        for place, (page, length) in enumerate(zip(first_pages, inputs.context_lengths, strict=True)):
+            mark, num_prompt = marks.get(page, (0, 0))
+            output_index = length - num_prompt
+            if mark == RAISE_MARK and output_index >= RAISE_FROM:
+                raise InjectedError("computing")
+            if mark in NAN_MARKS and output_index >= NAN_MARKS[mark]:
+                poisoned.append(place)
+        logits = forward(runner, inputs)
+        if poisoned:
+            logits[poisoned] = nan
+        return logits
+
+    mock.patch.object(WorkerState, "_set_up", noting_set_up).start()
+    mock.patch.object(ModelRunner, "forward", faulty_forward).start()
+    run_service(Role.GPU_WORKER, main)
+
+
+def run_detokenizer() -> None:
+    from services.detokenizer.answer import AnswerChunk, AnswerDecoder
+    from services.detokenizer.decoders import Decoders
+    from services.detokenizer.service import main
+
+    open_unharmed, advance = Decoders.open, AnswerDecoder.advance
+    marked: set[int] = set()
+
+    def noting_open(decoders: Decoders, message: DecodeOpen) -> None:
+        open_unharmed(decoders, message)
+        if STOP_MARK in message.text.stop:
+            marked.add(id(decoders._open[message.request_id].decoder))
+
+    def faulty_advance(
+        decoder: AnswerDecoder, first_index: int, token_ids: Sequence[int], finish: Finish = Finish.NONE
+    ) -> AnswerChunk | None:
+        if id(decoder) in marked and first_index >= DECODE_FROM:
+            marked.discard(id(decoder))  # the next one may lie at the same place
+            raise InjectedError("decoding")
+        return advance(decoder, first_index, token_ids, finish)
+
+    mock.patch.object(Decoders, "open", noting_open).start()
+    mock.patch.object(AnswerDecoder, "advance", faulty_advance).start()
+    run_service(Role.DETOKENIZER, main)
+
+
+if __name__ == "__main__":
+    {
+        Role.TOKENIZER: run_tokenizer,
+        Role.SCHEDULER: run_scheduler,
+        Role.GPU_WORKER: run_gpu_worker,
+        Role.DETOKENIZER: run_detokenizer,
+    }[Role(sys.argv.pop())]()
