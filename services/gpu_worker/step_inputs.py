@@ -27,8 +27,7 @@ class StepRow:
     """What one row computes in a step, in plain numbers.
 
     Attributes:
-        token_ids: the `n >= 1` new tokens. An id that only the device knows yet (the last one sampled) may be given as
-            0 here and written with `StepInputs.with_input_ids`.
+        token_ids: the `n >= 1` new tokens.
         num_computed_tokens: tokens whose keys and values already lie in the pages; the first new position.
         page_ids: pages of the row in order of position; at least ceil((num_computed_tokens + n) / page_size) of them.
         samples: whether the logits of the row's last new token are wanted.
@@ -76,15 +75,6 @@ class StepInputs:
     def query_starts(self) -> tuple[int, ...]:
         """num_rows + 1 offsets: row r's new tokens are [query_starts[r], query_starts[r + 1])."""
         return tuple(accumulate(self.query_lengths, initial=0))
-
-    def with_input_ids(self, input_ids: Tensor) -> StepInputs:
-        """The same step with other ids ([num_tokens] int64): those that only the device knows."""
-        if input_ids.shape != self.input_ids.shape:
-            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}, the step has {self.num_tokens} tokens")
-        return StepInputs(
-            input_ids, self.positions, self.slot_mapping, self.page_table, self.query_lengths, self.context_lengths,
-            self.sample_indices,
-        )  # fmt: skip
 
 
 def build_step_inputs(rows: Sequence[StepRow], page_size: int, device: torch.device) -> StepInputs:

@@ -32,13 +32,6 @@ def test_no_row_samples() -> None:
     assert inputs.sample_indices.dtype == torch.int64
 
 
-def test_ids_that_only_the_device_knows_replace_the_others() -> None:
-    inputs = build_step_inputs([StepRow([0], 3, [9], samples=True)], 4, CPU)
-    assert inputs.with_input_ids(torch.tensor([5])).input_ids.tolist() == [5]
-    with pytest.raises(ValueError, match="1 tokens"):
-        inputs.with_input_ids(torch.tensor([5, 6]))
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
