@@ -30,7 +30,9 @@ def test_every_stream_of_the_pipeline_has_the_text_that_it_must_have(tmp_path: P
     report = json.loads(out.read_text())
     assert (report["num_failed"], report["num_wrong_texts"], report["tokens"]) == (0, 0, 24 * 40)
     assert len(report["cpu_us_per_token"]) == 4 + detokenizers
-    assert all(us > 0 for us in report["cpu_us_per_token"].values())
+    costs = report["cpu_us_per_token"].values()
+    assert min(costs) >= 0  # the kernel counts in 10 ms: a process that has done little may show nothing
+    assert sum(costs) > 0
     assert report["worker"]["steps"] >= 40
     assert {"machine", "commit", "command"} <= set(report)
     assert "| scheduler" in result.stdout
