@@ -102,9 +102,15 @@ def _checked(path: Path) -> Path:
         raise ModelNotFoundError(f"model {path}: only safetensors and GGUF weights are read, they cannot run code")
     if path.is_file() and path.suffix.lower() != ".gguf":
         raise ModelNotFoundError(f"model {path}: is neither a folder nor a .gguf file")
-    if path.is_dir() and not has_weights(path) and not any(path.glob("*.gguf")):
+    if path.is_dir() and not _is_model_folder(path):
         raise ModelNotFoundError(f"model {path}: holds neither config.json with *.safetensors nor a .gguf file")
     return path
+
+
+def _is_model_folder(path: Path) -> bool:
+    """Whether a folder can be meant as a model; what is missing or broken in it, the worker names."""
+    is_published = (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+    return is_published or any(path.glob("*.gguf"))
 
 
 def _installed(package: IndexPackage) -> list[Path]:
