@@ -32,7 +32,7 @@ def _checked(server: Server) -> Iterator[Client]:
 @pytest.fixture(scope="session")
 def _page_1_server(smollm2_path: Path) -> Iterator[Server]:
     settings = {"page_size": 1, "kv_cache_tokens": 16384, "max_running_requests": 64, "chunked_prefill_size": 128}
-    with running(smollm2_path, num_threads=1, **settings) as server:
+    with running(smollm2_path, num_threads=1, write_timeout_s=900, **settings) as server:
         yield server
 
 
