@@ -109,12 +109,12 @@ def cached_snapshot(name: str) -> Path | None:
     """The folder of a model in the hub library's own cache, when it is complete there; asks nobody."""
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
     except ImportError:
         return None
     try:
         folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=_patterns()))
-    except LocalEntryNotFoundError:
+    except (LocalEntryNotFoundError, HFValidationError):
         return None
     return folder if has_weights(folder) else None
 
@@ -124,42 +124,54 @@ def fetch_from_hub(name: str, folder: Path) -> Path:
 
     Raises:
         ModelNotFoundError: the hub cannot be reached within 10 s, knows no such model, wants a token, or has no
-            safetensors for it; or it does not fit.
+            safetensors for it; it does not fit; or the download broke off.
     """
     if has_weights(folder):
         show(f"{folder}: already there")
         return folder
+    revision, sizes = _look_up(name)
+    if not any(file.endswith(".safetensors") for file in sizes):
+        raise ModelNotFoundError(f"model {name}: the hub has no safetensors weights for it, and no others are read")
+    partial = folder.with_name(f"{folder.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    _announce(name, sum(sizes.values()), partial)
+    from huggingface_hub import snapshot_download
+
     try:
-        from huggingface_hub import HfApi, snapshot_download
-        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+        snapshot_download(name, revision=revision, local_dir=partial, allow_patterns=list(sizes))
+    except Exception as error:  # the library lets through those of whatever HTTP client it uses
+        raise ModelNotFoundError(
+            f"model {name}: the download broke off and can be repeated from there: {_one_line(error)}"
+        ) from error
+    partial.rename(folder)
+    show(f"{folder}: complete")
+    return folder
+
+
+def _look_up(name: str) -> tuple[str | None, dict[str, int]]:
+    """A model's present revision, and the size of each of its files that is wanted."""
+    try:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
     except ImportError:
         raise ModelNotFoundError(
             f"model {name}: not on this disk; to fetch it install the extra `download` (huggingface-hub)"
         ) from None
     try:
         info = _within(_HUB_TIMEOUT_S, lambda: HfApi().model_info(name, files_metadata=True, timeout=_HUB_TIMEOUT_S))
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or [] if _is_wanted(file.rfilename)}
-        if not any(file.endswith(".safetensors") for file in sizes):
-            raise ModelNotFoundError(f"model {name}: the hub has no safetensors weights for it, and no others are read")
-        partial = folder.with_name(f"{folder.name}.partial")
-        partial.mkdir(parents=True, exist_ok=True)
-        _announce(name, sum(sizes.values()), partial)
-        snapshot_download(name, revision=info.sha, local_dir=partial, allow_patterns=list(sizes))
-        partial.rename(folder)
-    except ModelNotFoundError:
-        raise
     except GatedRepoError as error:
         raise ModelNotFoundError(
-            f"model {name}: its owner asks for consent; accept it on the hub and set HF_TOKEN"
+            f"model {name}: its owner asks for consent; give it on the hub and set HF_TOKEN"
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelNotFoundError(f"model {name}: unknown on the hub, or private and HF_TOKEN is not set") from error
-    except Exception as error:  # the library lets through those of whatever HTTP client it uses
+    except HFValidationError as error:
+        raise ModelNotFoundError(f"model {name}: no name of a model: {_one_line(error)}") from error
+    except Exception as error:  # those of whatever HTTP client the library uses
         raise ModelNotFoundError(
-            f"model {name}: not on this disk, and cannot reach the hub: {_one_line(error)}"
+            f"model {name}: not on this disk, and the hub cannot be reached: {_one_line(error)}"
         ) from error
-    show(f"{folder}: complete")
-    return folder
+    return info.sha, {file.rfilename: file.size or 0 for file in info.siblings or [] if _is_wanted(file.rfilename)}
 
 
 def _is_wanted(name: str) -> bool:

@@ -45,7 +45,7 @@ class _Hub(http.server.BaseHTTPRequestHandler):
         self.asked.append(path)
         if path.startswith("/api/models/tiny/gated"):
             self._answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
-        elif path.startswith(("/api/models/tiny/bin-only", "/api/models/tiny/model")):
+        elif path.startswith(("/api/models/tiny/bin-only", "/api/models/tiny/model", "/api/models/tiny/broken")):
             names = [name for name in _FILES if "bin-only" not in path or not name.endswith(".safetensors")]
             self._answer(200, json.dumps(self._listing(path, names)).encode(), {})
         elif path.startswith(f"/tiny/model/resolve/{_SHA}/") and path.split(f"{_SHA}/")[1] in _FILES:
@@ -112,12 +112,22 @@ def test_a_pull_takes_safetensors_json_and_tokenizer_files_only(hub: tuple[str, 
     assert asked == []
 
 
+def test_a_pull_that_breaks_off_says_so_and_goes_on_from_there(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    endpoint, asked = hub
+    result = _pull("tiny/broken", tmp_path / "models", endpoint)
+    assert result.returncode == 2
+    assert "model tiny/broken: the download broke off" in result.stderr
+    assert [entry.name for entry in (tmp_path / "models").iterdir()] == ["tiny--broken.partial"]
+    assert asked
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("tiny/gated", "its owner asks for consent"),
         ("tiny/unknown", "unknown on the hub, or private"),
         ("tiny/bin-only", "no safetensors weights"),
+        ("tiny/a--b", "no name of a model"),
     ],
 )
 def test_a_pull_that_the_hub_refuses_says_why_in_one_line(
@@ -135,7 +145,7 @@ def test_a_hub_that_cannot_be_reached_is_reported_at_once(tmp_path: Path) -> Non
         closed.bind(("127.0.0.1", 0))
         result = _pull("tiny/model", tmp_path, f"http://127.0.0.1:{closed.getsockname()[1]}")
     assert result.returncode == 2
-    assert "cannot reach the hub" in result.stderr
+    assert "the hub cannot be reached" in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
@@ -146,4 +156,4 @@ def test_a_hub_that_never_answers_is_given_up_after_10_s(tmp_path: Path) -> None
         result = _pull("tiny/model", tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert time.monotonic() - began < 15
     assert result.returncode == 2
-    assert "cannot reach the hub" in result.stderr
+    assert "the hub cannot be reached" in result.stderr
