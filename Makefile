@@ -1,6 +1,6 @@
 # make serve       environment, demo model and server in one go      PORT=8000 MODEL=smollm2:135m ARGS="--num-tokenizers 2"
 # make test        what every change must pass, within 8 minutes on two cores
-# make test-all    the long tests too        make test-gpu      those that need a CUDA device
+# make test-all    the long tests too        make device-check  the worker on a CUDA device against the CPU
 # make test-pairwise   the pipeline's settings against each other, each run held to the reference texts
 # make test-compose  the containers, for real: needs a Docker engine
 # make lint        ruff, mypy, import rules  make format        let ruff rewrite
@@ -22,7 +22,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help serve test test-all test-pairwise test-gpu test-compose lint format clean
+.PHONY: help serve test test-all test-pairwise test-compose device-check lint format clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -31,16 +31,16 @@ serve: $(VENV)/.installed $(if $(filter smollm2:135m,$(MODEL)),$(VENV)/.demo-mod
 	@exec $(BIN)/tokenway serve "$(MODEL)" --port "$(PORT)" $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(PYTEST) -m "not slow and not gpu and not compose" -n $(TEST_WORKERS) --dist loadfile $(ARGS)
+	$(PYTEST) -m "not slow and not compose" -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 test-all: $(VENV)/.installed-test
-	$(PYTEST) -m "not gpu and not compose" -n $(TEST_WORKERS) --dist loadfile $(ARGS)
+	$(PYTEST) -m "not compose" -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 test-pairwise: $(VENV)/.installed-test
 	$(PYTEST) -m pairwise $(ARGS)
 
-test-gpu: $(VENV)/.installed-test
-	$(PYTEST) -m gpu $(ARGS)
+device-check: $(VENV)/.installed
+	PYTHON=$(BIN)/python bench/device_check.sh $(ARGS)
 
 test-compose: $(VENV)/.installed-test
 	$(PYTEST) -m compose $(ARGS)
