@@ -18,7 +18,7 @@ from tests.faults.faulty_service import NAN_MARKS, RAISE_MARK, STOP_MARK, SUBMIT
 from tests.integration.client import NUM, NUM_TEXT, TEXT, Answer, Client, Json, PatientReader, streamed
 from tests.integration.role_group import running_roles
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("faults")]
+pytestmark = pytest.mark.timeout(600)
 NAN_LATER, NAN_AT_ONCE = NAN_MARKS
 NUM_IDS = [33, 28, 216, 34, 28, 216, 35, 28, 216, 36, 28]
 

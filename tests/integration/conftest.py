@@ -42,17 +42,12 @@ def page_1(_page_1_server: Server) -> Iterator[Client]:
     yield from _checked(_page_1_server)
 
 
-@pytest.fixture(scope="session")
-def _small_server(smollm2_path: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def small(smollm2_path: Path) -> Iterator[Client]:
+    """A KV pool of 64 tokens in pages of one, prompts computed 16 tokens at a time."""
     settings = {"page_size": 1, "kv_cache_tokens": 64, "chunked_prefill_size": 16}
     with running(smollm2_path, num_threads=1, **settings) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def small(_small_server: Server) -> Iterator[Client]:
-    """A KV pool of 64 tokens in pages of one, prompts computed 16 tokens at a time."""
-    yield from _checked(_small_server)
+        yield from _checked(server)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from tests.integration.client import CHAT, HI, NUM, TEXT, Client, streamed
 from tests.unit.tokenizer.http_client import EventReader
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("narrow")]
+pytestmark = pytest.mark.timeout(600)
 LONG = streamed({"prompt": NUM, "max_tokens": 4000, "ignore_eos": True})
 
 

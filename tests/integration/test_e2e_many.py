@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tests.integration.client import BAD, CHAT, HELLO, HI, NUM, NUM_TEXT, TEXT, WAVE, Client, all_at_once, streamed
 from tests.unit.tokenizer.http_client import EventReader
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("page_1")]
+pytestmark = pytest.mark.timeout(900)
 REFERENCE = json.loads((Path(__file__).parent / "reference" / "greedy.json").read_text("utf-8"))["answers"]
 SEEDED = {"temperature": 0.9, "max_tokens": 16, "ignore_eos": True}
 
@@ -78,12 +78,14 @@ def test_smp_10_a_seeded_answer_is_the_same_alone_and_among_fifteen_others(page_
     assert alone[0].text != NUM_TEXT[: len(alone[0].text)]
 
 
+@pytest.mark.slow
 def test_smp_10_zero_is_a_seed_and_none_is_a_new_one_each_time(page_1: Client) -> None:
     for seed, num_texts in ((0, 1), (None, 2)):
         texts = {page_1.ask(TEXT, prompt=NUM, seed=seed, **SEEDED).text for _ in range(2)}
         assert len(texts) == num_texts
 
 
+@pytest.mark.slow
 def test_choices_of_a_seeded_request_differ_and_come_again(page_1: Client) -> None:
     hot = SEEDED | {"temperature": 1.5}
     answers = [page_1.ask(TEXT, prompt=NUM, seed=7, n=3, **hot).texts for _ in range(2)]

@@ -15,7 +15,7 @@ from tests.integration.client import CHAT, HI, NUM, NUM_TEXT, TEXT, Client, Json
 from tests.integration.model_folders import variant, write_model_folder, write_weights
 from tests.integration.server import running, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("folder")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 REFUSING_TEMPLATE = """{%- if messages[0].role == 'system' -%}{{ raise_exception('no system turns here') }}{%- endif -%}
 {%- for message in messages -%}
 {%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('roles must alternate') }}{%- endif -%}

@@ -14,7 +14,7 @@ import pytest
 
 from tests.integration.client import CHAT, HELLO, HI, NUM, TEXT, Client, Json
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("page_1")]
+pytestmark = pytest.mark.timeout(600)
 NUM_8 = " 5, 6, 7"
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.client import NUM, NUM_TEXT, TEXT, Client, PatientReader, read_stream, streamed
 from tests.integration.server import Server
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("page_1")]
+pytestmark = pytest.mark.timeout(1200)
 MOST_GROWTH_BYTES = 50 * 2**20
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.client import HELLO, NUM, NUM_TEXT, TEXT, WAVE, Client, Json, all_at_once
 from tests.integration.server import running
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("steps")]
+pytestmark = pytest.mark.timeout(900)
 ENDS: list[tuple[Json, str, str, int]] = [
     ({"max_tokens": 40, "stop_token_ids": [39]}, " 5, 6, ", "stop", 8),
     ({"max_tokens": 5}, " 5, 6", "length", 5),
@@ -52,6 +52,7 @@ def test_sch_20_plans_ahead_give_no_token_too_many(smollm2_path: Path, plans_ahe
         check_ends(Client(server))
 
 
+@pytest.mark.slow
 def test_sch_09_smp_10_retraction_changes_no_token(tight: Client) -> None:
     """Seeded and greedy answers that lose their pages in the middle go on as if nothing had happened."""
     asked: list[Json] = [

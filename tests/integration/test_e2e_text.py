@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.client import BAD, CHAT, HELLO, HI, NUM, TEXT, WAVE, Client, streamed
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("page_1")]
+pytestmark = pytest.mark.timeout(600)
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 REPLY_TO_HI = "Hello! How can I assist you today?"
 
