@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from services.runtime.session import HEARTBEAT_INTERVAL_S
+from services.runtime.session import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S
 from services.scheduler.membership import GreetingRefusedError, Membership, Peer
 from services.wire.endpoints import Identity
 from services.wire.messages import (
@@ -119,4 +119,7 @@ class Group:
     def _own_telemetry(self) -> MemberTelemetry:
         identity = self._identity
         metrics = dict(self._snapshot())
-        return MemberTelemetry(identity.role, identity.instance, identity.epoch, self.state, 0, self.progress, metrics)
+        return MemberTelemetry(
+            identity.role, identity.instance, identity.epoch, self.state, 0, self.progress, metrics,
+            silence_limit_ms=int(1000 * SILENCE_LIMIT_S),
+        )  # fmt: skip

@@ -46,6 +46,11 @@ class Peer:
         return f"{self.hello.role} {self.hello.instance}"
 
     @property
+    def may_be_silent_s(self) -> float:
+        """How long it need not be heard at present: longer while it loads, or while its loop waits for a step."""
+        return STARTING_SILENCE_LIMIT_S if self.state == State.STARTING else self.silence_limit_s
+
+    @property
     def card(self) -> WorkerCard | None:
         """What a worker brought; None for others and for a worker that is not ready to say."""
         return self.hello.worker
@@ -108,12 +113,7 @@ class Membership:
 
     def silent(self, now_s: float) -> list[Peer]:
         """Members not heard for longer than their limit."""
-        return [
-            peer
-            for peer in self.peers.values()
-            if now_s - peer.heard_s
-            > (STARTING_SILENCE_LIMIT_S if peer.state == State.STARTING else peer.silence_limit_s)
-        ]
+        return [peer for peer in self.peers.values() if now_s - peer.heard_s > peer.may_be_silent_s]
 
     def of(self, role: Role) -> list[Peer]:
         """The live members of a role."""
@@ -138,6 +138,7 @@ class Membership:
                 age_ms=int(1000 * max(0.0, now_s - peer.heard_s)),
                 progress=peer.progress,
                 metrics=peer.metrics,
+                silence_limit_ms=int(1000 * peer.may_be_silent_s),
             )
             for peer in self.peers.values()
         )

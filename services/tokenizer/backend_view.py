@@ -83,6 +83,19 @@ class BackendView:
             token_s = self._load_s - self.load.idle_ms / 1000
         return max(token_s, self._progress_s)
 
+    def is_step_running(self, now_s: float) -> bool:
+        """Whether a worker is in a step that may rightly take longer than a heartbeat may; no token can come meanwhile.
+
+        A step that takes too long is the scheduler's to judge: it then takes the worker out of the roster.
+        """
+        return any(
+            member.role is Role.GPU_WORKER
+            and member.state is State.READY
+            and member.silence_limit_ms > 1000 * SILENCE_LIMIT_S
+            and self._is_fresh(member, now_s)
+            for member in self._telemetry
+        )
+
     def health(self, now_s: float) -> dict[str, str]:
         """For each role "ok", or what is wrong with it."""
         verdicts = {Role.TOKENIZER: "draining" if self.is_draining else OK, Role.SCHEDULER: self._scheduler(now_s)}
@@ -103,12 +116,15 @@ class BackendView:
         members = [member for member in self._telemetry if member.role is role]
         if not members or not self.session.members_of(role):
             return "none in the group"
-        fresh = [member for member in members if self._age_s(member, now_s) < SILENCE_LIMIT_S]
+        fresh = [member for member in members if self._is_fresh(member, now_s)]
         if not fresh:
             return f"no heartbeat for {min(self._age_s(member, now_s) for member in members):.1f} s"
         if any(member.state is State.READY for member in fresh):
             return OK
         return fresh[0].state.name.lower()
+
+    def _is_fresh(self, member: MemberTelemetry, now_s: float) -> bool:
+        return 1000 * self._age_s(member, now_s) < member.silence_limit_ms
 
     def _age_s(self, member: MemberTelemetry, now_s: float) -> float:
         return member.age_ms / 1000 + now_s - self._telemetry_s

@@ -2,7 +2,9 @@
 
 Healthy means that a token came out lately, because the common failure is a server that runs and serves nothing. An idle
 server makes no tokens by itself: a check that finds the last one old sends one request for one token through the whole
-pipeline, once for all checks that wait at that moment, within a time limit. No check, no probe.
+pipeline, once for all checks that wait at that moment, within a time limit. No check, no probe. While a step runs that
+may rightly take long (a busy machine, a long prompt in one chunk) no probe could get through: then the scheduler's own
+limit on steps holds.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ class Health:
             self._probe.cancel()
 
     def _is_working(self) -> bool:
+        now_s = time.monotonic()
         last_s = max(self._link.table.last_token_s, self._link.view.last_sign_of_work_s())
-        return time.monotonic() - last_s < RECENT_S
+        return now_s - last_s < RECENT_S or self._link.view.is_step_running(now_s)
 
     async def _probe_once(self) -> str:
         if self._probe is None or self._probe.done():

@@ -164,7 +164,7 @@ class HttpApi:
         state, progress = self._link.view.session.state, self._link.view.session.progress
         now = metrics.snapshot(self._process.registry)
         collector = metrics.GroupCollector()
-        collector.members = (MemberTelemetry(own.role, own.instance, own.epoch, state, 0, progress, now), *others)
+        collector.members = (MemberTelemetry(own.role, own.instance, own.epoch, state, 0, progress, now, 0), *others)
         return web.Response(body=metrics.render(collector), headers={"Content-Type": METRICS_CONTENT_TYPE})
 
 

@@ -176,7 +176,10 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class MemberTelemetry:
-    """The last heartbeat of one process, and how old it is."""
+    """The last heartbeat of one process, how old it is, and for how long it may be silent at present.
+
+    A worker that runs a step says nothing until the step has ended, however long that may rightly take.
+    """
 
     role: Role
     instance: Name
@@ -185,6 +188,7 @@ class MemberTelemetry:
     age_ms: UInt31
     progress: Annotated[int, Range(0, 2**63 - 1)]
     metrics: Annotated[dict[str, float], Limit(4096)]
+    silence_limit_ms: UInt31
 
 
 @message(7)

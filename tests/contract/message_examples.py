@@ -61,7 +61,7 @@ EXAMPLES: list[object] = [
                Member(Role.DETOKENIZER, "d-1", 2, "tcp://10.0.0.2:5000", State.DRAINING))),
     Heartbeat(42, State.READY, 2**62, {"gauge": 1.5, "计数": 3.0}),
     Goodbye(43),
-    Telemetry((MemberTelemetry(Role.SCHEDULER, "s", 9, State.READY, 120, 12345, {"steps": 7.0}),)),
+    Telemetry((MemberTelemetry(Role.SCHEDULER, "s", 9, State.READY, 120, 12345, {"steps": 7.0}, 10500),)),
     Submit(ID_A, 1, pack_int32([1, 49151]), pack_int32([5]), SAMPLING, TEXT, 128, pack_int32([0, 2]), ID_B, "租户",
            b"\x00salt", -3, 30_000),
     Admitted(ID_A, 1),

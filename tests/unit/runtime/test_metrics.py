@@ -37,7 +37,7 @@ def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 
 def member(role: Role, instance: str, metrics: dict[str, float]) -> MemberTelemetry:
-    return MemberTelemetry(role, instance, 1, State.READY, 5, 6, metrics)
+    return MemberTelemetry(role, instance, 1, State.READY, 5, 6, metrics, 3000)
 
 
 def through_a_heartbeat(metrics: dict[str, float]) -> dict[str, float]:

@@ -164,6 +164,10 @@ def test_members_come_change_and_fall_silent() -> None:
     assert (membership.generation, membership.roster().members[0].state) == (2, State.DRAINING)
     (telemetry,) = membership.telemetry(11.5)
     assert (telemetry.age_ms, telemetry.progress, telemetry.metrics) == (500, 7, {"a": 1.0})
+    assert telemetry.silence_limit_ms == 3000
+    peer.silence_limit_s = 12.5  # it runs a step
+    assert membership.telemetry(11.5)[0].silence_limit_ms == 12500
+    peer.silence_limit_s = 3.0
     assert membership.silent(13.9) == []
     assert membership.silent(14.1) == [peer]
     membership.remove(peer)

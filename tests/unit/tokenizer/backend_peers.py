@@ -188,7 +188,14 @@ class Backend(threading.Thread):
         return Telemetry(
             tuple(
                 MemberTelemetry(
-                    role, who.instance, who.epoch, self._states.get(role, State.READY), 100, 7, METRICS.get(role, {})
+                    role,
+                    who.instance,
+                    who.epoch,
+                    self._states.get(role, State.READY),
+                    100,
+                    7,
+                    METRICS.get(role, {}),
+                    silence_limit_ms=3000,
                 )
                 for role in self._roles
                 for who in [self._who(role)]

@@ -150,8 +150,10 @@ def view_at(now_s: float, *roles: Role) -> BackendView:
     return view
 
 
-def telemetry(*roles: Role, age_ms: int = 0, progress: int = 0) -> Telemetry:
-    return Telemetry(tuple(MemberTelemetry(role, "x", 1, State.READY, age_ms, progress, {}) for role in roles))
+def telemetry(*roles: Role, age_ms: int = 0, progress: int = 0, silence_limit_ms: int = 3000) -> Telemetry:
+    return Telemetry(
+        tuple(MemberTelemetry(role, "x", 1, State.READY, age_ms, progress, {}, silence_limit_ms) for role in roles)
+    )
 
 
 SHOWN = (Role.TOKENIZER, Role.SCHEDULER, Role.GPU_WORKER, Role.DETOKENIZER)
@@ -166,6 +168,17 @@ def test_old_heartbeats_and_old_telemetry_are_not_health() -> None:
     assert view.health(100.6)["gpu_worker"] == "no heartbeat for 3.1 s"
     view.take_telemetry(telemetry(*NEEDED), 200.0)
     assert view.health(200.0)["scheduler"] == "silent for 99.4 s"
+
+
+def test_a_worker_in_a_long_step_is_healthy_until_the_step_takes_too_long() -> None:
+    view = view_at(100.0, *NEEDED)
+    view.take_telemetry(telemetry(*NEEDED, age_ms=9000, silence_limit_ms=10_000), 100.0)
+    assert view.health(100.9)["gpu_worker"] == "ok"
+    assert view.is_step_running(100.9)
+    assert view.health(101.1)["gpu_worker"] == "no heartbeat for 10.1 s"
+    assert not view.is_step_running(101.1)
+    view.take_telemetry(telemetry(*NEEDED), 102.0)
+    assert not view.is_step_running(102.0)
 
 
 def test_a_silent_scheduler_refuses_requests() -> None:
