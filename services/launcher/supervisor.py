@@ -23,7 +23,7 @@ from typing import Protocol
 
 from services.launcher.child import Child, ChildSpec
 from services.launcher.signals import SignalReader
-from services.runtime.service import BAD_START_MARK, EXIT_BAD_START, EXIT_FAILURE, HURRY_SIGNAL
+from services.runtime.service import BAD_START_MARK, EXIT_BAD_START, EXIT_FAILURE, HURRY_SIGNAL, LOSS_SIGNAL
 
 EXIT_INTERRUPTED = 130
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -57,7 +57,9 @@ class Stop:
 
 
 # After Ctrl-C or a death. Open streams end with an error, which takes no time; all is gone within 5 s whatever happens.
+# Clients are told which of the two it was: the children get different signals.
 _IN_HASTE = Stop(HURRY_SIGNAL, 2.0, 1.0)
+_AFTER_DEATH = Stop(LOSS_SIGNAL, 2.0, 1.0)
 
 
 class Supervisor:
@@ -117,7 +119,7 @@ class Supervisor:
             _pass_on(child.finish())
             if self._stopping is None:
                 _say(child.describe_end())
-                self._stop(_IN_HASTE, EXIT_BAD_START if child.status == EXIT_BAD_START else EXIT_FAILURE)
+                self._stop(_AFTER_DEATH, EXIT_BAD_START if child.status == EXIT_BAD_START else EXIT_FAILURE)
 
     def _go_on_stopping(self) -> None:
         if self._stopping is None:

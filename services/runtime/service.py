@@ -39,6 +39,7 @@ from services.wire.messages import Role
 EXIT_FAILURE = 1
 EXIT_BAD_START = 2  # settings, model files, endpoints: starting again will not help
 HURRY_SIGNAL = signal.SIGUSR1  # from the launcher: end what is open with an error now, do not drain
+LOSS_SIGNAL = signal.SIGUSR2  # the same, because a process of the group has died
 BAD_START_MARK = b"tokenway "  # begins the one line on standard error that tells why a process cannot start
 _PR_SET_PDEATHSIG = 1
 
@@ -63,7 +64,9 @@ class Process:
     is_stopping: bool = False
     """Set by SIGTERM or SIGINT: finish what is open, then return."""
     is_hurried: bool = False
-    """Set before `is_stopping` when there is no time to let requests finish: the group has lost a process."""
+    """Set before `is_stopping` when there is no time to let requests finish."""
+    has_lost_peer: bool = False
+    """Set before `is_stopping` when that is so because a process of the group has died."""
     on_stop: Callable[[], None] | None = None
     """Called once, in the signal handler, when stopping begins: a service puts its receiver's `interrupt` here."""
     pulse: Pulse | None = None
@@ -148,8 +151,8 @@ def run_service(role: Role, main: Callable[[Process], None]) -> None:
     """Runs one process and ends it with a status: 0 when `main` returned, 1 when it failed, 2 when it could not start.
 
     SIGTERM and SIGINT set `is_stopping`; a second one of the same kind ends the process at once (of the same kind,
-    because Ctrl-C reaches every process of a terminal, and their parent then sends SIGTERM). HURRY_SIGNAL does too, and
-    sets `is_hurried` before. The process dies with its parent.
+    because Ctrl-C reaches every process of a terminal, and their parent then sends SIGTERM). HURRY_SIGNAL and
+    LOSS_SIGNAL do too, and set `is_hurried` (the latter `has_lost_peer` too) before. The process dies with its parent.
     """
     die_with_parent()
     faulthandler.enable()
@@ -189,11 +192,13 @@ def _install_signals(process: Process) -> None:
 
     def hurry(signum: int, frame: FrameType | None) -> None:
         process.is_hurried = True
+        process.has_lost_peer = process.has_lost_peer or signum == LOSS_SIGNAL
         stop(signum, frame)
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     signal.signal(HURRY_SIGNAL, hurry)
+    signal.signal(LOSS_SIGNAL, hurry)
 
 
 def die_with_parent(parent: int | None = None) -> None:

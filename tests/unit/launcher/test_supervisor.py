@@ -22,7 +22,7 @@ _ROOT = Path(__file__).parents[3]
 _WAIT_FOR_EVER = "import signal, os; print('up', os.getpid()); signal.pause()"
 _DEAF = """
 import os, signal
-for number in (signal.SIGTERM, signal.SIGUSR1):
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda *_: print("not now"))
 print("up", os.getpid())
 while True:

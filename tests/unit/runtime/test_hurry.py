@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime.service import HURRY_SIGNAL
+from services.runtime.service import HURRY_SIGNAL, LOSS_SIGNAL
 
 _ROOT = Path(__file__).parents[3]
 _SERVICE = """
@@ -23,18 +23,20 @@ def main(process):
     print("ready", flush=True)
     while not process.is_stopping:
         receiver.receive_batch(600)
-    print(process.drain_timeout_s, flush=True)
+    print(process.drain_timeout_s, process.has_lost_peer, flush=True)
 
 run_service(Role.SCHEDULER, main)
 """
 
 
-@pytest.mark.parametrize(("number", "drain_timeout_s"), [(signal.SIGTERM, "7.5"), (HURRY_SIGNAL, "0.0")])
-def test_a_stopping_process_drains_unless_it_is_hurried(number: signal.Signals, drain_timeout_s: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "said"), [(signal.SIGTERM, "7.5 False"), (HURRY_SIGNAL, "0.0 False"), (LOSS_SIGNAL, "0.0 True")]
+)
+def test_a_stopping_process_drains_unless_it_is_hurried(number: signal.Signals, said: str) -> None:
     command = [sys.executable, "-c", _SERVICE, "--drain-timeout-s", "7.5"]
     with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        assert process.stdout.read() == f"{drain_timeout_s}\n"
+        assert process.stdout.read() == f"{said}\n"
     assert process.returncode == 0
