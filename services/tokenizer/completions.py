@@ -82,7 +82,7 @@ class Completions:
         return await self._answer(self._call(request, body, ignored, prompts, received_s))
 
     def _refuse_if_unavailable(self) -> None:
-        error = self._link.view.refusal(time.monotonic())
+        error = self._link.ended or self._link.view.refusal(time.monotonic())
         if error is not None:
             raise error
 

@@ -42,7 +42,7 @@ class ConnectionLimits:
 class ClientConnection(RequestHandler):
     """One connection."""
 
-    __slots__ = ("_has_received", "_head_timer", "_limits", "_stall_timer", "has_open_request", "on_writable")
+    __slots__ = ("_has_received", "_head_timer", "_is_last_request", "_limits", "_stall_timer", "has_open_request", "on_writable")
 
     def __init__(self, manager: web.Server, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> None:
         super().__init__(
@@ -58,6 +58,7 @@ class ClientConnection(RequestHandler):
         self.has_open_request = False
         """Whether a request is being answered."""
         self._has_received = False
+        self._is_last_request = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self.on_writable: Callable[[], None] | None = None
@@ -72,6 +73,10 @@ class ClientConnection(RequestHandler):
         """A whole head has arrived."""
         self.has_open_request = True
         self._cancel_head_timer()
+
+    def end_after_request(self) -> None:
+        """Closes the connection when the present request is answered; what is still to come of its body is taken."""
+        self._is_last_request = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has connected: the first head is awaited."""
@@ -117,6 +122,8 @@ class ClientConnection(RequestHandler):
             self.has_open_request = False
             self._has_received = False
             self.on_writable = None
+            if self._is_last_request:
+                self.close()
 
     def handle_error(
         self,
@@ -198,7 +205,7 @@ class HttpServer(web.Server):
             if not isinstance(connection, ClientConnection) or connection.is_idle:
                 connection.force_close()
             elif connection.has_open_request:
-                connection.close()
+                connection.end_after_request()
 
     def _new_request(
         self,

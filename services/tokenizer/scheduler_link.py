@@ -50,6 +50,8 @@ class SchedulerLink:
         self._tick_s = 0.0
         self.table = StreamTable()
         self.view = BackendView(self._session)
+        self.ended: ApiError | None = None
+        """What every request is told from now on; None as long as they are answered."""
         self.loop_lag_s = 0.0
         """How late a timer of this loop was last called."""
 
@@ -72,6 +74,9 @@ class SchedulerLink:
             received_s: When the client's request came, by `time.monotonic`.
         """
         request = self.table.open(submits, sink, received_s)
+        if self.ended is not None:
+            request.fail(self.ended)
+            return request
         try:
             if not all(self._scheduler.send(submit) for submit in submits):
                 request.fail(unavailable(Code.OVERLOADED, "the scheduler does not keep up"))
@@ -86,6 +91,11 @@ class SchedulerLink:
         abort = self.table.close(request)
         if abort is not None:
             self._scheduler.send(abort)
+
+    def end_requests(self, error: ApiError) -> None:
+        """Ends every open request, and those that are still being received or encoded as soon as they are."""
+        self.ended = error
+        self.table.fail_all(error)
 
     def close(self, has_drained: bool) -> None:
         """Says goodbye if all went well and closes the sockets; blocks a moment until the last frames are out."""

@@ -28,7 +28,7 @@ from services.model_files.source import ModelFiles, open_model
 from services.model_files.tokenizer import LoadedTokenizer, load_tokenizer
 from services.runtime.config import Settings
 from services.runtime.service import Process, StartError
-from services.tokenizer.api_error import Code, unavailable
+from services.tokenizer.api_error import ApiError, Code, unavailable
 from services.tokenizer.completions import Completions
 from services.tokenizer.http_api import HttpApi
 from services.tokenizer.http_connection import ConnectionLimits, HttpServer
@@ -43,7 +43,8 @@ from services.wire.messages import State
 
 BALANCER_NOTICE_S = 2.0
 _BACKLOG = 1024
-_LAST_WORDS_S = 1.0
+_LAST_WORDS_S = 1.0  # with the next, less than the launcher waits for a tokenizer that is in haste
+_CUT_S = 0.2
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +125,18 @@ class TokenizerService:
                 await _unless_ended(link, self._api.idle.wait())
         if not self._api.idle.is_set():
             logger.warning("drain time is over: %d requests end here", len(self._link.table.requests))
-            self._link.table.fail_all(unavailable(Code.DRAINING, "the server is shutting down"))
-        await self._server.shutdown(_LAST_WORDS_S)
+        self._link.end_requests(_last_word(self._process))
+        with contextlib.suppress(TimeoutError):  # connections take no more bytes once the server shuts down
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await _unless_ended(link, self._api.idle.wait())
+        await self._server.shutdown(_CUT_S)
+
+
+def _last_word(process: Process) -> ApiError:
+    """What clients are told whose requests end unfinished: whether somebody ends the server, or it broke."""
+    if process.has_lost_peer:
+        return unavailable(Code.BACKEND_LOST, "a process that this request needed has died; try again")
+    return unavailable(Code.DRAINING, "the server is shutting down")
 
 
 async def _unless_ended(link: asyncio.Task[None], awaitable: Coroutine[Any, Any, object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from services.runtime.config import Settings
-from services.runtime.service import Process, StartError
+from services.runtime.service import HURRY_SIGNAL, LOSS_SIGNAL, Process, StartError
 from services.tokenizer.listener import bind_port
 from services.tokenizer.service import main
 from services.wire.endpoints import Identity
@@ -98,6 +99,46 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error(start_server: Ca
         assert (response.status, response.error["code"]) == (503, "draining")
         for each in (submit, other):
             server.backend.wait_for_abort(each)
+    assert server.exit_status() == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(LOSS_SIGNAL, "backend_lost"), (HURRY_SIGNAL, "draining")])
+def test_prc_01_clients_are_told_a_death_from_an_interrupt(
+    start_server: Callable[..., Server], number: signal.Signals, code: str
+) -> None:
+    server = start_server()
+    connection, reader, submit = open_stream(server)
+    body = json.dumps({"prompt": "x"}).encode()
+    with connection, Connection(server.port) as whole, Connection(server.port) as late:
+        whole.send("POST", TEXT_PATH, {"prompt": "x"})
+        (other,) = server.backend.take_submits()
+        late.send("POST", TEXT_PATH, body[:3], Content_Length=str(len(body)), Expect="100-continue")
+        late.read_until(b"100 Continue\r\n\r\n")  # it is being received
+        server.process.send_signal(number)
+        events = reader.rest()
+        late.sock.sendall(body[3:])
+        assert [event["error"]["code"] for event in events] == [code]
+        for waiting in (whole, late):
+            response = waiting.read_response()
+            assert (response.status, response.error["code"], response.headers["retry-after"]) == (503, code, "1")
+        for each in (submit, other):
+            server.backend.wait_for_abort(each)
+    assert not server.backend.arrived(Submit)
+    assert server.exit_status() == 0
+
+
+def test_a_body_that_is_on_its_way_at_sigterm_is_still_taken(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    server.backend.script = OK
+    body = json.dumps({"prompt": "x"}).encode()
+    with Connection(server.port) as connection:
+        connection.send("POST", TEXT_PATH, body[:3], Content_Length=str(len(body)), Expect="100-continue")
+        connection.read_until(b"100 Continue\r\n\r\n")
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: refuses_connections(server.port))
+        connection.sock.sendall(body[3:])
+        assert connection.read_response().status == 200
+        assert connection.is_closed()
     assert server.exit_status() == 0
 
 
