@@ -21,7 +21,7 @@ from services.detokenizer.instruments import DetokenizerCollector
 from services.model_files.errors import ModelFileError
 from services.model_files.source import open_model
 from services.model_files.vocabulary import load_vocabulary
-from services.runtime.service import Process, StartError
+from services.runtime.service import GroupLostError, Process, StartError
 from services.runtime.session import SILENCE_LIMIT_S
 from services.wire.endpoints import Identity
 from services.wire.errors import ProtocolError
@@ -33,7 +33,7 @@ _FAREWELL_MS = 2000  # how long closing sockets may take to hand over their last
 _log = logging.getLogger(__name__)
 
 
-class SchedulerLostError(Exception):
+class SchedulerLostError(GroupLostError):
     """The scheduler is silent or takes nothing: this process ends, and its supervisor starts it again."""
 
 
@@ -89,7 +89,8 @@ class DetokenizerService:
             return True
         if draining_s < self._process.drain_timeout_s:
             return False
-        _log.warning("drain time is over: %d answers end here", self._decoders.num_open)
+        if self._decoders.num_open:
+            _log.warning("drain time is over: %d answers end here", self._decoders.num_open)
         self._decoders.end_all(Finish.BACKEND_LOST)
         self._send_outgoing()
         return True

@@ -11,7 +11,7 @@ import time
 
 import zmq
 
-from services.runtime.service import Process
+from services.runtime.service import GroupLostError, Process
 from services.runtime.session import SILENCE_LIMIT_S
 from services.wire.messages import State, StepPlan, StepResult, WorkerCard
 from services.wire.transport import BlockingReceiver, DealerPort
@@ -22,7 +22,7 @@ _FAREWELL_MS = 1000  # how long the last frames may take to be handed over
 logger = logging.getLogger(__name__)
 
 
-class SchedulerLostError(Exception):
+class SchedulerLostError(GroupLostError):
     """The scheduler is silent or takes nothing: this process ends, its supervisor decides what comes next."""
 
 

@@ -50,7 +50,11 @@ class StartError(Exception):
     """This process cannot start; the message is one line that names what is wrong."""
 
 
-class OrphanError(Exception):
+class GroupLostError(Exception):
+    """What this process cannot work without is gone, so it ends; the message is one line that says what."""
+
+
+class OrphanError(GroupLostError):
     """The parent of this process has died: nobody would end it."""
 
 
@@ -166,6 +170,9 @@ def run_service(role: Role, main: Callable[[Process], None]) -> None:
     except (SettingsError, StartError, EndpointInUseError, HandshakeError) as error:
         print(f"{BAD_START_MARK.decode()}{role}: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_BAD_START)
+    except GroupLostError as error:
+        logger.error("%s ends: %s", role, error)
+        sys.exit(EXIT_FAILURE)
     except Exception:
         logger.exception("%s failed", role)
         sys.exit(EXIT_FAILURE)

@@ -16,7 +16,7 @@ import time
 
 import zmq
 
-from services.runtime.service import Process
+from services.runtime.service import GroupLostError, Process
 from services.scheduler.admission import RequestRefusedError
 from services.scheduler.answers import Answers
 from services.scheduler.group import Group
@@ -51,7 +51,7 @@ _SETTLED_S = 1.0  # idle for so long: time to count all pages
 logger = logging.getLogger(__name__)
 
 
-class BackendLostError(Exception):
+class BackendLostError(GroupLostError):
     """A process that no request can do without is gone: the group ends, its supervisor starts it again."""
 
 

@@ -38,7 +38,7 @@ def main(process):
 run_service(Role.SCHEDULER, main)
 """
 FAILING = """
-from services.runtime.service import StartError, run_service
+from services.runtime.service import GroupLostError, OrphanError, StartError, run_service
 from services.runtime.session import HandshakeError
 from services.wire.errors import EndpointInUseError, ProtocolError
 from services.wire.messages import Role
@@ -142,6 +142,14 @@ def test_a_fault_of_ours_leaves_its_traceback(error: str) -> None:
     assert result.returncode == 1
     assert "E scheduler/" in result.stderr
     assert f"{error}: the reason" in result.stderr
+
+
+@pytest.mark.parametrize("error", ["GroupLostError", "OrphanError"])
+def test_a_process_that_lost_its_group_says_so_in_one_line(error: str) -> None:
+    result = run(FAILING.format(error=f"{error}('the reason')"))
+    assert (result.returncode, result.stdout) == (1, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.endswith(" scheduler ends: the reason\n")
 
 
 def test_prc_03_a_process_dies_with_its_parent() -> None:
