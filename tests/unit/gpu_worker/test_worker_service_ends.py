@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,13 +13,14 @@ import torch
 from services.gpu_worker.scheduler_link import SchedulerLostError
 from services.runtime import session
 from services.runtime.config import Settings
-from services.runtime.service import StartError
+from services.runtime.service import HURRY_SIGNAL, LOSS_SIGNAL, StartError
 from services.wire.messages import Goodbye, Heartbeat, State
 from tests.sockets import Sockets
 from tests.unit.gpu_worker.worker_peer import (
     MAX_ROWS,
     PAGE_SIZE,
     POOL_TOKENS,
+    ROOT,
     TestScheduler,
     new_requests,
     start_process,
@@ -91,6 +94,31 @@ def test_prc_10_a_broken_model_path_ends_the_process_with_status_2_and_one_line(
     assert process.returncode == 2
     assert errors.startswith("tokenway gpu_worker: /nowhere/model.gguf: no such folder or file")
     assert errors.count("\n") == 1
+
+
+_IMPORT_THAT_STOPS = """
+import os, sys
+number = int(sys.argv.pop())
+from services.gpu_worker.__main__ import main
+from services.runtime.service import run_service
+from services.wire.messages import Role
+
+class Stop:
+    def find_spec(self, name, *rest):
+        if name == "torch":
+            os.kill(os.getpid(), number)
+            print("the import went on", flush=True)
+
+sys.meta_path.insert(0, Stop())
+run_service(Role.GPU_WORKER, main)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, HURRY_SIGNAL, LOSS_SIGNAL])
+def test_prc_03_told_to_stop_in_the_midst_of_an_import_it_ends_at_once(settings: Settings, number: int) -> None:
+    command = [sys.executable, "-c", _IMPORT_THAT_STOPS, "--model", settings.model, str(int(number))]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 def test_the_process_serves_and_ends_with_status_0_on_sigterm(settings: Settings, net: Sockets) -> None:
