@@ -8,6 +8,7 @@ an idle server costs nothing here.
         |                  |------SIGINT---> the same, in haste -----------------------> status 130
         '---child died-----'------child died, in haste ------------------------------> status 1, or 2 when the
                                                                                         child could not start
+After a death the last line on standard error tells why, whatever the others said while they ended.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class Supervisor:
         self._drain = drain
         self._children: list[Child] = []
         self._selector = selectors.DefaultSelector()
+        self._output = _Output()
         self._status = 0
+        self._reason = ""  # once a child has died unasked: how
         self._stopping: Stop | None = None  # set once stopping
         self._stop_order = -1
         self._deadline_s: float | None = None  # once stopping: when those of the present order are killed
@@ -91,6 +94,8 @@ class Supervisor:
                     key.data()
                 self._bury_the_dead()
                 self._go_on_stopping()
+        if self._reason and self._output.last_said != self._reason:
+            self._output.say(self._reason)
         return self._status
 
     def _start(self, spec: ChildSpec) -> None:
@@ -105,7 +110,7 @@ class Supervisor:
         if number == signal.SIGCHLD:
             return  # it has woken the loop, which looks at every child
         if self._stopping is not None and number == signal.SIGINT:
-            _say("killing what is left")
+            self._output.say("killing what is left")
             self._kill_all()
         elif number == signal.SIGTERM:
             self._stop(self._drain, 0)
@@ -116,9 +121,10 @@ class Supervisor:
         for child in [child for child in self._children if child.has_ended()]:
             self._children.remove(child)
             self._stop_reading(child)
-            _pass_on(child.finish())
+            self._output.pass_on(child.finish())
             if self._stopping is None:
-                _say(child.describe_end())
+                self._reason = child.describe_end()
+                self._output.say(self._reason)
                 self._stop(_AFTER_DEATH, EXIT_BAD_START if child.status == EXIT_BAD_START else EXIT_FAILURE)
 
     def _go_on_stopping(self) -> None:
@@ -147,7 +153,7 @@ class Supervisor:
         self._deadline_s = None
         for child in self._children:
             if child.spec.stop_order == stop_order:
-                _say(f"{child.spec.name} did not end in time and is killed")
+                self._output.say(f"{child.spec.name} did not end in time and is killed")
                 child.kill_group()
 
     def _kill_all(self) -> None:
@@ -155,7 +161,7 @@ class Supervisor:
             child.kill_group()
 
     def _forward(self, child: Child) -> None:
-        _pass_on(child.read_output())
+        self._output.pass_on(child.read_output())
         if child.output_has_ended:
             self._stop_reading(child)
 
@@ -168,18 +174,28 @@ class Supervisor:
             child.kill_and_wait()
 
 
-def _pass_on(lines: Sequence[bytes]) -> None:
-    for line in lines:
-        if not line.startswith(BAD_START_MARK):  # `describe_end` tells it, once, though several roles may say it
-            _write(line)
+class _Output:
+    """Standard error: what the children print and what the supervisor says."""
 
+    def __init__(self) -> None:
+        self.last_said = ""
+        """What the supervisor said, when nothing was written since."""
 
-def _say(text: str) -> None:
-    _write(f"tokenway: {text}\n".encode())
+    def pass_on(self, lines: Sequence[bytes]) -> None:
+        """Writes a child's lines, but for its reason not to start, which `describe_end` tells."""
+        for line in lines:
+            if not line.startswith(BAD_START_MARK):
+                self._write(line)
+                self.last_said = ""
 
+    def say(self, text: str) -> None:
+        """Writes a line of the supervisor's own."""
+        self._write(f"tokenway: {text}\n".encode())
+        self.last_said = text
 
-def _write(line: bytes) -> None:
-    # A terminal that is gone or a log on a full disk must not end the server: serving never needs a write.
-    with suppress(OSError):
-        sys.stderr.buffer.write(line)
-        sys.stderr.buffer.flush()
+    @staticmethod
+    def _write(line: bytes) -> None:
+        # A terminal that is gone or a log on a full disk must not end the server: serving never needs a write.
+        with suppress(OSError):
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()

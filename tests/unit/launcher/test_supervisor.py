@@ -28,6 +28,12 @@ print("up", os.getpid())
 while True:
     signal.pause()
 """
+_TALKS_AT_THE_END = """
+import os, signal, sys
+signal.signal(signal.SIGUSR2, lambda *_: (print("so long"), sys.exit(0)))
+print("up", os.getpid())
+signal.pause()
+"""
 
 
 @dataclass
@@ -109,6 +115,28 @@ def test_a_child_that_says_why_it_cannot_start_is_quoted_once_with_status_2(star
     group = start(refusal, refusal, refusal)
     assert group.finish(10) == 2
     assert group.lines == ["tokenway: cannot start: tokenizer: /models/x: no config.json"]
+
+
+def test_prc_10_the_last_line_says_why_whatever_the_others_say_while_they_end(start: Start, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    refusal = f"open({str(gate)!r}).read(); print('tokenway gpu_worker: /models/模型: is empty'); raise SystemExit(2)"
+    group = start(refusal, _TALKS_AT_THE_END, _TALKS_AT_THE_END)
+    group.process_ids(2)
+    gate.write_text("go on")
+    assert group.finish(10) == 2
+    reason = "tokenway: cannot start: gpu_worker: /models/模型: is empty"
+    assert [line for line in group.lines if not line.startswith("up")] == [reason, "so long", "so long", reason]
+
+
+def test_prc_01_the_last_line_names_the_child_that_died_in_service(start: Start) -> None:
+    group = start(_TALKS_AT_THE_END, _TALKS_AT_THE_END)
+    first, _ = group.process_ids(2)
+    os.kill(first, signal.SIGKILL)
+    assert group.finish(10) == 1
+    assert "so long" in group.lines
+    assert re.match(r"tokenway: child-\d was killed by SIGKILL", group.lines[-1])
+    assert group.lines.count(group.lines[-1]) == 2
 
 
 def test_a_child_killed_later_ends_the_group_with_its_signal_named(start: Start) -> None:
@@ -212,7 +240,8 @@ import os, sys
 os.write(2, b"\xff\xfe\x00\x1b[31m \xe4\xbd\xa0\xe5\xa5\xbd\n" + b"x" * 1_000_000 + b"\n" + "末行 🙂".encode())
 sys.exit(7)
 """
-    group = start(_WAIT_FOR_EVER, garbage)
+    silent = "import signal; signal.pause()"  # a line of its own would come between the pieces of the long one
+    group = start(silent, garbage)
     assert group.finish(10) == 1
     output = "\n".join(group.lines)
     assert r"\xff\xfe" in output
