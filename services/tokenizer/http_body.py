@@ -16,11 +16,15 @@ async def read_json_body(request: web.BaseRequest, settings: Settings) -> dict[s
     """The JSON object in the body of a request.
 
     Raises:
-        ApiError: 415 for another content type, 413 for a body over the limit, 408 for one that takes too long, 400 for
+        ApiError: 415 for another content type and for a compressed body, 413 for a body over the limit, 408 for one that takes too long, 400 for
             one that cannot be read or is no JSON object.
     """
     if request.content_type != "application/json" or (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
         raise ApiError(415, "send the body as application/json in UTF-8", code=Code.UNSUPPORTED_MEDIA_TYPE)
+    coding = request.headers.getall("Content-Encoding", [])
+    if any(name.strip().lower() not in ("", "identity") for value in coding for name in value.split(",")):
+        message = f"Content-Encoding: {', '.join(coding)[:64]!r} is not taken; send the body as it is"
+        raise ApiError(415, message, code=Code.UNSUPPORTED_MEDIA_TYPE)
     most_bytes = settings.max_body_bytes
     if (request.content_length or 0) > most_bytes:
         raise _too_large(most_bytes)

@@ -11,13 +11,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
-from aiohttp.web_protocol import RequestHandler
+from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from services.tokenizer.api_error import ApiError, Code
 
@@ -42,13 +43,22 @@ class ConnectionLimits:
 class ClientConnection(RequestHandler):
     """One connection."""
 
-    __slots__ = ("_has_received", "_head_timer", "_is_last_request", "_limits", "_stall_timer", "has_open_request", "on_writable")
+    __slots__ = (
+        "_has_received",
+        "_head_timer",
+        "_is_last_request",
+        "_limits",
+        "_stall_timer",
+        "has_open_request",
+        "on_writable",
+    )
 
     def __init__(self, manager: web.Server, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> None:
         super().__init__(
             manager,
             loop=loop,
             keepalive_timeout=IDLE_S,
+            auto_decompress=False,  # a compressed body is refused by its header
             access_log=None,  # type: ignore[arg-type]  # None is aiohttp's own way to switch it off
             max_line_size=MAX_HEADER_BYTES,
             max_field_size=MAX_HEADER_BYTES,
@@ -139,6 +149,13 @@ class ClientConnection(RequestHandler):
         response = error_response(_head_error(exc, message))
         response.force_close()
         return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Called for what escapes while a request is ended; a broken body there is the client's doing, and answered."""
+        if isinstance(kw.get("exc_info"), RequestPayloadError):
+            logger.debug("the rest of a body cannot be read: %s", kw["exc_info"])
+        else:
+            super().log_exception(*args, **kw)
 
     def _await_head(self) -> None:
         self._head_timer = self._loop.call_later(self._limits.head_timeout_s, self._give_up_head)
