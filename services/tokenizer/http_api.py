@@ -96,10 +96,11 @@ class HttpApi:
 
     def _find(self, request: web.BaseRequest) -> tuple[str, Handler]:
         """The label of a route for metrics, and what answers."""
-        path = request.path
+        path = request.rel_url.raw_path
         route = _MODEL_BY_ID if path.startswith(_MODEL_ROUTE) and len(path) > len(_MODEL_ROUTE) else path
         if route not in ROUTES:
-            return "other", _refusing(ApiError(404, f"there is no {quote(path[:256])} here", code=Code.NOT_FOUND))
+            asked = quote((path or request.raw_path)[:256], safe="/:%*", errors="replace")
+            return "other", _refusing(ApiError(404, f"there is no {asked} here", code=Code.NOT_FOUND))
         allowed = ("GET", "HEAD") if ROUTES[route] == "GET" else (ROUTES[route],)
         if request.method not in allowed:
             message = f"{route} is for {' and '.join(allowed)}"

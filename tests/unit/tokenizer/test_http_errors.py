@@ -24,6 +24,11 @@ BODY: Json = {"prompt": "x"}
         ("POST", "/v1/completions/", 404, "not_found"),
         ("POST", "//v1/completions", 404, "not_found"),
         ("GET", "/%00%0d%0a", 404, "not_found"),
+        ("GET", "/%6cive", 404, "not_found"),
+        ("GET", "/v1%2fmodels", 404, "not_found"),
+        ("GET", "/live/../live", 404, "not_found"),
+        ("CONNECT", "example.com:443", 404, "not_found"),
+        ("OPTIONS", "*", 404, "not_found"),
         ("GET", "/server_info", 404, "not_found"),
         ("POST", "/flush_cache", 404, "not_found"),
         ("GET", TEXT_PATH, 405, "method_not_allowed"),
@@ -43,6 +48,8 @@ def test_api_05_unknown_routes_and_methods_have_the_error_body(
     assert response.status == status
     assert response.error["code"] == code
     assert response.error["type"] == "invalid_request_error"
+    if code == "not_found":
+        assert response.error["message"] == f"there is no {path} here"
     if status == 405:
         assert response.headers["allow"] in ("POST", "GET, HEAD")
 
