@@ -16,7 +16,7 @@ from services.launcher.port import reserve_port
 from services.launcher.progress import HttpStartup, SilentStartup, show
 from services.launcher.run_directory import given_run_directory, new_run_directory
 from services.launcher.supervisor import EXIT_INTERRUPTED, Startup, Stop, Supervisor
-from services.runtime.config import Settings, SettingsError, add_flags, inherited_environment, load_settings
+from services.runtime.config import FlagParser, Settings, SettingsError, add_flags, inherited_environment, load_settings
 from services.runtime.service import EXIT_BAD_START, StartError
 from services.wire.errors import WireError
 from services.wire.messages import Role
@@ -50,11 +50,18 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("serve", help="start a server (`tokenway serve --help` lists every setting)", add_help=False)
     models = commands.add_parser("models", help="list the models known by name and what lies on this disk")
+    _add_models_dir(models)
     actions = models.add_subparsers(dest="action", metavar="pull")
     pull = actions.add_parser("pull", help="fetch a model")
     pull.add_argument("name", metavar="NAME", help="alias, or owner/name on the hub")
     pull.add_argument("--to", type=Path, metavar="DIR", help="folder to put it in (default: --models-dir)")
+    _add_models_dir(pull)
     return parser
+
+
+def _add_models_dir(parser: argparse.ArgumentParser) -> None:
+    (field,) = (field for field in dataclasses.fields(Settings) if field.name == "models_dir")
+    parser.add_argument("--models-dir", metavar="DIR", help=field.metadata["help"], default=argparse.SUPPRESS)
 
 
 def _version() -> str:
@@ -99,10 +106,14 @@ def _take_role(arguments: Sequence[str]) -> tuple[Role | None, list[str]]:
     """The role, and the arguments that are settings; `--help` ends here."""
     if "-h" in arguments or "--help" in arguments:
         _serve_parser().parse_args(["--help"])
-    parser = argparse.ArgumentParser(prog="tokenway serve", add_help=False, allow_abbrev=False)
-    parser.add_argument("--role", choices=list(Role), type=Role)
+    parser = FlagParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--role")
     found, rest = parser.parse_known_args(arguments)
-    return found.role, rest
+    if found.role is None:
+        return None, rest
+    if found.role not in list(Role):
+        raise SettingsError(f"--role must be one of {', '.join(Role)}")
+    return Role(found.role), rest
 
 
 def _run_directory(settings: Settings, role: Role | None) -> AbstractContextManager[Path]:
@@ -139,7 +150,7 @@ def _startup(settings: Settings, specs: Sequence[ChildSpec], roles: Sequence[Rol
 
 
 def _models(arguments: argparse.Namespace) -> int:
-    settings = load_settings([])
+    settings = load_settings([f"--models-dir={arguments.models_dir}"] if "models_dir" in arguments else [])
     if arguments.action == "pull":
         fetch(arguments.name, arguments.to or models_directory(settings))
         return 0

@@ -92,6 +92,8 @@ class Settings:
             choices = field.metadata["choices"]
             if choices and getattr(self, field.name) not in choices:
                 raise SettingsError(f"{_flag(field.name)} must be one of {', '.join(choices)}")
+        if not self.model.strip():
+            raise SettingsError("--model must not be empty: a folder, a GGUF file, an alias or a hub name")
         if not _INSTANCE_NAME.fullmatch(self.instance):
             raise SettingsError(f"--instance must be at most 64 letters, digits, `._-`, not {self.instance!r}")
 
@@ -175,7 +177,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = FlagParser(add_help=False, allow_abbrev=False)
     add_flags(parser)
     found = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     if "model_argument" in found:
@@ -185,7 +187,9 @@ def _parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-class _Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
+    """A parser of flags that says in one line what is wrong with them, as SettingsError."""
+
     def error(self, message: str) -> typing.NoReturn:
         raise SettingsError(message)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.launcher.cli import main
+from services.launcher.models import DEMO_MODEL
 from services.runtime.config import Settings
 
 _ROOT = Path(__file__).parents[3]
@@ -46,6 +47,11 @@ def test_help_and_version_need_nothing_else() -> None:
         (["--device", "tpu"], {}, "--device must be one of auto, cpu, cuda"),
         ([], {"TOKENWAY_PROT": "80"}, "unknown setting 'prot' in the environment"),
         (["--config", "/no/such.toml"], {}, "cannot read settings from /no/such.toml"),
+        ([""], {}, "--model must not be empty"),
+        (["--model", " "], {}, "--model must not be empty"),
+        ([], {"TOKENWAY_MODEL": ""}, "--model must not be empty"),
+        (["--role", "x"], {}, "--role must be one of tokenizer, scheduler, gpu_worker, detokenizer"),
+        (["--role"], {}, "--role"),
         (["--role", "scheduler"], {}, "--role needs --scheduler-endpoint or --run-dir"),
         (["--role", "tokenizer", "--port", "0"], {}, "--role needs --scheduler-endpoint or --run-dir"),
     ],
@@ -78,3 +84,33 @@ def test_models_lists_the_demo_model_and_where_it_lies(
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split()[0] == "smollm2:135m" and line.endswith(str(smollm2_path)) for line in lines)
     assert lines[-1] == f"models fetched by name go to {tmp_path}"
+
+
+@pytest.mark.parametrize(
+    "words", [["models", "--models-dir"], ["models", "--models-dir", "/elsewhere", "--models-dir"]]
+)
+def test_models_looks_into_the_folder_that_the_flag_names(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOKENWAY_MODELS_DIR", "/not/this")
+    folder = tmp_path / "模型"
+    folder.mkdir()
+    (folder / DEMO_MODEL.file_name).write_bytes(b"GGUF")
+    assert main([*words, str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split(maxsplit=2)[2] == str(folder / DEMO_MODEL.file_name)
+    assert lines[-1] == f"models fetched by name go to {folder}"
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_models_pull_fetches_into_the_folder_that_the_flag_names(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOKENWAY_MODELS_DIR", "/not/this")
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / DEMO_MODEL.file_name).write_bytes(b"GGUF")  # fetched before, so nothing is fetched now
+    words = ["models", "pull", "smollm2:135m"]
+    words[place:place] = ["--models-dir", str(folder)]
+    assert main(words) == 0
+    assert str(folder) in capsys.readouterr().out
