@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 
-from services.runtime.service import StartError
+from services.runtime.listening import REUSED, SHARED, listen_addresses
 
 SEND_BUFFER_BYTES = 128 * 1024  # what the kernel keeps for a client that does not read (Linux doubles it)
 
@@ -23,36 +22,15 @@ def bind_port(host: str, port: int) -> list[socket.socket]:
     Raises:
         StartError: the port is taken, may not be used, or the host is none of this machine.
     """
+    options = [REUSED, SHARED, (socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)]  # connections inherit the last
     sockets: list[socket.socket] = []
     try:
-        for family, address in _addresses(host, port):
+        for address in listen_addresses(host, port):
             own_port = sockets[0].getsockname()[1] if sockets else port
-            sockets.append(_bind(family, (address[0], own_port, *address[2:])))
-    except OSError as error:
+            sockets.append(address.with_port(own_port).bind(options))
+            sockets[-1].setblocking(False)
+    except BaseException:
         for sock in sockets:
             sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise StartError(f"port {port} on {host} is in use by another process; choose one with --port") from error
-        raise StartError(f"cannot listen on {host} port {port}: {error.strerror}") from error
-    return sockets
-
-
-def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[object, ...]]]:
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
-
-
-def _bind(family: socket.AddressFamily, address: tuple[object, ...]) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.setblocking(False)
-        sock.bind(address)
-    except OSError:
-        sock.close()
         raise
-    return sock
+    return sockets
