@@ -100,7 +100,9 @@ def _first_model(models: object) -> str:
 
 
 def _welcome(url: str, model: str, seconds: float) -> str:
-    body = {"model": model, "messages": [{"role": "user", "content": _QUESTION}], "stream": True}
+    # Small models ramble when they sample; temperature 0 shows the same good answer to everybody.
+    messages = [{"role": "user", "content": _QUESTION}]
+    body = {"model": model, "messages": messages, "temperature": 0, "stream": True}
     return (
         f"ready after {seconds:.1f} s: listening on {url}\n"
         f"Try:\n"

@@ -70,7 +70,8 @@ def test_prc_10_the_address_is_shown_once_the_group_is_ready_with_a_command_that
     assert ready.endswith(f"listening on http://127.0.0.1:{port}")
     words = shlex.split("\n".join(rest[1:3]))
     assert words[:3] == ["curl", "-N", f"http://127.0.0.1:{port}/v1/chat/completions"]
-    assert json.loads(words[words.index("-d") + 1])["model"] == _MODEL
+    body = json.loads(words[words.index("-d") + 1])
+    assert (body["model"], body["temperature"], body["stream"]) == (_MODEL, 0, True)
 
 
 def test_a_group_that_ends_while_it_starts_is_not_said_to_be_ready(
