@@ -68,11 +68,6 @@ class Child:
         os.set_blocking(self.output, False)
 
     @property
-    def process_id(self) -> int:
-        """Its process id, which is its group's too."""
-        return self._process.pid
-
-    @property
     def status(self) -> int | None:
         """None while it runs; then its exit status, or minus the number of the signal that killed it."""
         return self._process.returncode

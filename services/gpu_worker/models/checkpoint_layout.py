@@ -7,7 +7,7 @@ be checked before any of its data is read: lay the model out on the `meta` devic
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -72,15 +72,6 @@ def placements(config: ModelConfig, weights: DecoderWeights) -> Iterator[Placeme
     yield Placement("model.norm.weight", weights.final_norm)
     if not config.tie_word_embeddings:
         yield Placement("lm_head.weight", weights.head)
-
-
-def num_weight_bytes(weights: DecoderWeights) -> int:
-    """Memory that the weights take, the embedding once where it is the head as well."""
-    tensors = [weights.embedding, weights.final_norm]
-    tensors += [] if weights.head is weights.embedding else [weights.head]
-    for layer in weights.layers:
-        tensors += [value for field in fields(layer) if (value := getattr(layer, field.name)) is not None]
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _layer_placements(config: ModelConfig, layer: LayerWeights, prefix: str) -> Iterator[Placement]:
