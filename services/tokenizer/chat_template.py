@@ -10,7 +10,8 @@ together (`'<|' + role + '|>'`); these are found at rendering time and handled b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
@@ -25,6 +26,7 @@ from services.tokenizer.conversation import (
     check_text,
     checked_template_kwargs,
     map_texts,
+    marked,
     template_messages,
 )
 from services.tokenizer.prompt_errors import (
@@ -120,6 +122,30 @@ class ChatTemplate:
             TextTooLongError: the messages, or what the template makes of them, cannot fit the context.
             ChatTemplateError: the template refused the conversation or failed on it.
         """
+        name, variables = self._prepared(conversation)
+        texts = self._checked_texts(variables)
+        rendered = self._render(name, conversation, variables)
+        if not self._control.spelled_out(rendered):
+            return rendered
+        return self._name_assembled_tokens(name, conversation, variables, texts) or rendered
+
+    def dropped_keys(self, conversation: Conversation) -> list[str]:
+        """Return which of tool calls, thoughts and tools' answers the template leaves out of at least one message.
+
+        The conversation is one that `render` took. It is rendered again with a mark in each of these, and a mark that
+        does not come out was not shown. The places are `messages[].tool_calls`, `messages[].reasoning_content` and
+        `messages[tool].content`.
+        """
+        name, variables = self._prepared(conversation)
+        messages, places = marked(variables.messages, lambda: secrets.token_hex(8))
+        try:
+            rendered = self._render(name, conversation, replace(variables, messages=messages))
+        except ChatTemplateError:
+            return []  # a template that objects to a mark has looked at it
+        return list(dict.fromkeys(place for mark, place in places.items() if mark not in rendered))
+
+    def _prepared(self, conversation: Conversation) -> tuple[str, _Variables]:
+        """The name of the template for a conversation, and its variables, checked."""
         name = "tool_use" if conversation.tools and "tool_use" in self._compiled else "default"
         if name not in self._compiled:
             raise NoChatTemplateError(
@@ -130,11 +156,7 @@ class ChatTemplate:
             tools=list(conversation.tools) if conversation.tools else None,
             kwargs=checked_template_kwargs(conversation, _RESERVED_NAMES),
         )
-        texts = self._checked_texts(variables)
-        rendered = self._render(name, conversation, variables)
-        if not self._control.spelled_out(rendered):
-            return rendered
-        return self._name_assembled_tokens(name, conversation, variables, texts) or rendered
+        return name, variables
 
     def _checked_texts(self, variables: _Variables) -> list[str]:
         check = _TextCheck(self._control)

@@ -66,6 +66,7 @@ class Completions:
         body, ignored = parse_chat(await read_json_body(request, self._settings), self._settings)
         self._check_against_model(body)
         prompt = await self._prompts.chat(body)
+        ignored = ignored.with_dropped(await self._prompts.dropped_keys(body), self._settings)
         return await self._answer(self._call(request, body, ignored, [prompt], received_s))
 
     async def completion(self, request: web.BaseRequest) -> web.StreamResponse:

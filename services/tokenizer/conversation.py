@@ -6,9 +6,9 @@ Runs in the tokenizer process, on a pool thread for long conversations; owns not
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 from services.tokenizer.prompt_errors import ConversationError, InvalidTextError
 
@@ -42,6 +42,11 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
+    @property
+    def has_optional_keys(self) -> bool:
+        """Whether there is something that only some templates show."""
+        return any(_optional_keys(message) for message in self.messages)
+
     def is_short(self, max_characters: int) -> bool:
         """Return whether rendering is surely quick: few plain messages of at most so many characters in all."""
         if len(self.messages) > 16 or self.tools:
@@ -69,6 +74,20 @@ def template_messages(conversation: Conversation, knows_developer: bool) -> list
     return [
         _message(message, f"messages[{index}]", knows_developer) for index, message in enumerate(conversation.messages)
     ]
+
+
+def marked(messages: Sequence[Message], new_mark: Callable[[], str]) -> tuple[list[Message], dict[str, str]]:
+    """Return the messages with a mark in everything that only some templates show, and the place of each mark."""
+    places: dict[str, str] = {}
+    copies = [dict(message) for message in messages]
+    for message in copies:
+        for key, text in _optional_keys(message).items():
+            places[mark := new_mark()] = "messages[tool].content" if key == "content" else f"messages[].{key}"
+            if key == "tool_calls":
+                message[key] = [_named(call, mark) for call in cast(Sequence[Mapping[str, object]], message[key])]
+            else:
+                message[key] = text + mark
+    return copies, places
 
 
 def checked_template_kwargs(conversation: Conversation, reserved: frozenset[str]) -> dict[str, object]:
@@ -142,6 +161,23 @@ def _message(message: object, place: str, knows_developer: bool) -> Message:
         if value is not None and value != []:
             rendered[key] = _tool_calls(value, f"{place}.tool_calls") if key == "tool_calls" else value
     return rendered
+
+
+def _optional_keys(message: Mapping[str, object]) -> dict[str, str]:
+    """What of a message only some templates show, and its text where it is one."""
+    found: dict[str, str] = {}
+    if message.get("tool_calls"):
+        found["tool_calls"] = ""
+    if thoughts := message.get("reasoning_content"):
+        found["reasoning_content"] = str(thoughts)
+    if message.get("role") == "tool":
+        found["content"] = str(message.get("content"))
+    return found
+
+
+def _named(call: Mapping[str, object], mark: str) -> dict[str, object]:
+    function = cast(Mapping[str, object], call["function"])
+    return {**call, "function": {**function, "name": f"{function['name']}{mark}"}}
 
 
 def _content_text(content: object, place: str) -> str:

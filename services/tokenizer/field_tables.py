@@ -114,23 +114,6 @@ WITHOUT_EFFECT = frozenset(
 )
 WITHOUT_EFFECT_IN_STREAM_OPTIONS = frozenset({"include_obfuscation"})
 
-# Keys of a chat message that OpenAI, vLLM or SGLang know.
-MESSAGE_FIELDS = frozenset(
-    {
-        "role",
-        "content",
-        "name",
-        "tool_calls",
-        "tool_call_id",
-        "function_call",
-        "refusal",
-        "audio",
-        "annotations",
-        "reasoning_content",
-        "reasoning",
-    }
-)
-
 
 def is_neutral(value: object, neutral: Neutral) -> bool:
     """Whether a field's value asks for nothing: null, or one of `neutral` (a bool is no number here)."""

@@ -16,8 +16,8 @@ async def read_json_body(request: web.BaseRequest, settings: Settings) -> dict[s
     """The JSON object in the body of a request.
 
     Raises:
-        ApiError: 415 for another content type and for a compressed body, 413 for a body over the limit, 408 for one that takes too long, 400 for
-            one that cannot be read or is no JSON object.
+        ApiError: 415 for another content type and for a compressed body, 413 for a body over the limit, 408 for one
+            that takes too long, 400 for one that cannot be read or is no JSON object.
     """
     if request.content_type != "application/json" or (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
         raise ApiError(415, "send the body as application/json in UTF-8", code=Code.UNSUPPORTED_MEDIA_TYPE)

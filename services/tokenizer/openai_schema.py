@@ -18,7 +18,6 @@ from msgspec import Meta
 from services.runtime.config import Settings
 from services.tokenizer.api_error import Code, bad_field
 from services.tokenizer.field_tables import (
-    MESSAGE_FIELDS,
     UNBUILT_IN_CHAT,
     UNBUILT_IN_COMPLETIONS,
     UNBUILT_IN_STREAM_OPTIONS,
@@ -27,6 +26,7 @@ from services.tokenizer.field_tables import (
     Neutral,
     is_neutral,
 )
+from services.tokenizer.message_fields import unknown_message_keys
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
@@ -130,9 +130,19 @@ class CompletionBody(SamplingBody, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Ignored:
-    """Names that nobody knows: the answer carries them in `x-ignored-fields`."""
+    """Names that nobody knows, or that the template does not show: the answer has them in `x-ignored-fields`."""
 
     names: tuple[str, ...]
+
+    def with_dropped(self, names: Sequence[str], settings: Settings) -> Ignored:
+        """These and names that are known, but not shown by the model's chat template.
+
+        Raises:
+            ApiError: 400 naming the first, with `--strict-fields`.
+        """
+        if names and settings.strict_fields:
+            raise bad_field(names[0], "is not shown by this model's chat template", Code.UNSUPPORTED_FIELD)
+        return Ignored((*self.names, *names))
 
     @property
     def header(self) -> str:
@@ -150,7 +160,7 @@ def parse_chat(fields: Mapping[str, object], settings: Settings) -> tuple[ChatBo
     body = _convert(fields, ChatBody)
     if len(body.messages) > settings.max_messages:
         raise bad_field("messages", f"{len(body.messages)} messages, at most {settings.max_messages} are allowed")
-    names = {f"messages[].{name}": None for message in body.messages for name in message if name not in MESSAGE_FIELDS}
+    names = unknown_message_keys(body.messages)
     _check_sampling(body, settings)
     return body, _ignore([*ignored, *names], settings)
 

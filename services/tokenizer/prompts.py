@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from typing import TypeVar
 
 from services.tokenizer.api_error import ApiError, Code, bad_field, unavailable
 from services.tokenizer.backend_view import BackendView
@@ -22,6 +23,8 @@ from services.tokenizer.request_limits import (
 )
 from services.tokenizer.submission import Prompt
 from services.tokenizer.text_encoder import TextEncoder
+
+_Result = TypeVar("_Result")
 
 
 class PromptMaker:
@@ -38,15 +41,16 @@ class PromptMaker:
         Raises:
             ApiError: 400 naming the field, 503 when too many long texts wait.
         """
-        opens_turn = body.add_generation_prompt
-        conversation = Conversation(
-            messages=body.messages,
-            template_kwargs=body.chat_template_kwargs or {},
-            add_generation_prompt=not body.continue_final_message if opens_turn is None else opens_turn,
-            continue_final_message=bool(body.continue_final_message),
-        )
-        token_ids = await _blamed_on("messages", self._encoder.encode_chat(conversation))
+        token_ids = await _blamed_on("messages", self._encoder.encode_chat(_conversation(body)))
         return self._prompt(token_ids, body.wanted_tokens, "messages")
+
+    async def dropped_keys(self, body: ChatBody) -> list[str]:
+        """What of a conversation that could be encoded the chat template did not show: places such as `messages[].NAME`.
+
+        Raises:
+            ApiError: 503 when too many long texts wait.
+        """
+        return await _blamed_on("messages", self._encoder.dropped_keys(_conversation(body)))
 
     async def completions(self, body: CompletionBody) -> list[Prompt]:
         """The prompts of a completion request, in the order given.
@@ -76,7 +80,17 @@ class PromptMaker:
         return Prompt(token_ids, limit, echo)
 
 
-async def _blamed_on(param: str, encoding: Awaitable[list[int]]) -> list[int]:
+def _conversation(body: ChatBody) -> Conversation:
+    opens_turn = body.add_generation_prompt
+    return Conversation(
+        messages=body.messages,
+        template_kwargs=body.chat_template_kwargs or {},
+        add_generation_prompt=not body.continue_final_message if opens_turn is None else opens_turn,
+        continue_final_message=bool(body.continue_final_message),
+    )
+
+
+async def _blamed_on(param: str, encoding: Awaitable[_Result]) -> _Result:
     """Awaits an encoding; its errors name the field at fault, `param` when they do not know better."""
     try:
         return await encoding

@@ -55,8 +55,8 @@ def build_submits(body: SamplingBody, prompts: Sequence[Prompt], model: ServedMo
     sampling = _sampling(body, model, seed)
     submits: list[Submit] = []
     for prompt in prompts:
-        # What no field asks for yet is constant: there are no keys, so one tenant and one cache; `priority`, `cache_salt`
-        # and `timeout_s` are refused by name; every request is its first attempt, with nothing answered before.
+        # What no field asks for yet is constant: there are no keys, so one tenant and one cache; `priority`,
+        # `cache_salt` and `timeout_s` are refused by name; every request is its first attempt, nothing answered before.
         first = Submit(
             request_id=new_request_id(),
             attempt=0,

@@ -121,6 +121,19 @@ class TextEncoder:
 
         return await self._run(work, is_short=conversation.is_short(_SHORT_CHARACTERS))
 
+    async def dropped_keys(self, conversation: Conversation) -> list[str]:
+        """Return the keys that the template leaves out: see `ChatTemplate.dropped_keys`. Costs a second rendering.
+
+        Raises:
+            PromptError: as `encode_chat`.
+            EncoderBusyError: too many long texts are waiting.
+        """
+        if not conversation.has_optional_keys:
+            return []
+        return await self._run(
+            lambda: self.template.dropped_keys(conversation), conversation.is_short(_SHORT_CHARACTERS)
+        )
+
     async def render_chat(self, conversation: Conversation) -> str:
         """Return the text that `encode_chat` encodes, control tokens spelled out, for people to read.
 

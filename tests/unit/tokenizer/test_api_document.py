@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from services.runtime.config import Settings
-from services.tokenizer import field_tables, health, http_connection, openai_schema
+from services.tokenizer import field_tables, health, http_connection, message_fields, openai_schema
 from services.tokenizer.api_error import Code, finish_error
 from services.tokenizer.http_api import ROUTES
 from services.tokenizer.openai_schema import ChatBody, CompletionBody
@@ -71,6 +71,17 @@ def test_the_fields_without_effect_are_those_of_the_code() -> None:
     outside, inside = section.split("in `stream_options`:")
     assert set(re.findall(r"`(\w+)`", outside)) == field_tables.WITHOUT_EFFECT
     assert set(re.findall(r"`(\w+)`", inside)) == field_tables.WITHOUT_EFFECT_IN_STREAM_OPTIONS
+
+
+def test_the_message_keys_are_those_of_the_code() -> None:
+    documented = {(code(name), kind) for name, kind, _ in table("Message keys")}
+    kinds = {
+        "built": message_fields.SHOWN,
+        "not built": message_fields.UNBUILT,
+        "without effect": message_fields.WITHOUT_EFFECT,
+    }
+    assert documented == {(name, kind) for kind, names in kinds.items() for name in names}
+    assert len(documented) == sum(map(len, kinds.values()))
 
 
 def test_no_field_is_in_two_tables() -> None:

@@ -1,0 +1,112 @@
+"""Nothing in a message is taken and ignored without a word: over HTTP, against the real process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.wire.columns import unpack_int32
+from tests.unit.tokenizer.backend_peers import Server, write_small_model
+from tests.unit.tokenizer.field_requests import assert_refused, chat, submits_of
+from tests.unit.tokenizer.http_client import Json, Response
+from tests.unit.tokenizer.small_models import THINKING
+
+USER: Json = {"role": "user", "content": "Hi 👋"}
+CALL: Json = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLING: Json = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+ANSWER: Json = {"role": "tool", "content": "三", "tool_call_id": "1"}
+
+
+def ask(server: Server, *messages: Json) -> Response:
+    return chat(server, {"messages": list(messages)})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("audio", {"id": "a"}),
+        ("function_call", {"name": "f", "arguments": "{}"}),
+        ("refusal", "No."),
+        ("reasoning", "because"),
+    ],
+)
+def test_api_02_message_keys_that_are_not_built_are_refused_by_name(server: Server, key: str, value: Any) -> None:
+    response = ask(server, USER, {"role": "assistant", "content": "a", key: value}, USER)
+    assert_refused(response, f"messages[1].{key}")
+    assert response.error["code"] == "unsupported_field"
+    response = ask(server, USER, {"role": "assistant", "content": "a", key: None}, USER)
+    assert response.status == 200
+    assert "x-ignored-fields" not in response.headers
+
+
+@pytest.mark.parametrize("key", ["name", "tool_call_id", "reasoning_content"])
+@pytest.mark.parametrize("value", [5, True, ["x"], {"a": "b"}])
+def test_message_keys_of_a_wrong_type_are_refused(server: Server, key: str, value: Any) -> None:
+    assert_refused(ask(server, USER, {**USER, key: value}), f"messages[1].{key}")
+    assert ask(server, {**USER, key: None}).status == 200
+
+
+def test_an_answer_sent_back_as_openai_gives_it_is_taken(server: Server) -> None:
+    empty: Json = {"refusal": None, "audio": None, "function_call": None, "tool_calls": None, "annotations": []}
+    response = ask(server, USER, {"role": "assistant", "content": "a", **empty}, {**USER, "name": "Zoë"})
+    assert response.status == 200
+    assert "x-ignored-fields" not in response.headers
+
+
+def test_unknown_keys_of_messages_and_parts_are_named_once(server: Server) -> None:
+    part = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    response = ask(server, {"role": "user", "content": [part, part], "id": 5}, {**USER, "id": 6})
+    assert response.status == 200
+    assert response.headers["x-ignored-fields"] == "messages[].id, messages[].content[].cache_control"
+
+
+def test_cht_02_str_07_calls_that_the_template_does_not_show_are_named(server: Server) -> None:
+    for calling in (CALLING, {"role": "assistant", "tool_calls": [CALL]}):
+        response = ask(server, USER, calling, ANSWER)
+        assert response.status == 200
+        assert response.headers["x-ignored-fields"] == "messages[].tool_calls"
+    response = ask(server, USER, {"role": "assistant", "content": "a", "reasoning_content": "b"}, USER)
+    assert response.headers["x-ignored-fields"] == "messages[].reasoning_content"
+    ids = unpack_int32(
+        submits_of(server, {"messages": [USER, CALLING, ANSWER]}, "/v1/chat/completions")[0].prompt_token_ids
+    )
+    text = bytes(value for value in ids if value < 256)
+    assert b"None" not in text
+    assert "三".encode() in text
+
+
+def test_cht_02_a_template_that_shows_calls_has_nothing_to_name(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    server = start_server(model=write_small_model(tmp_path, THINKING))
+    thinking = {**CALLING, "reasoning_content": "hm"}
+    response = ask(server, USER, thinking, ANSWER)
+    assert response.status == 200
+    assert "x-ignored-fields" not in response.headers
+    response = ask(server, USER, thinking, ANSWER, USER)  # only the thoughts of the last turn are shown
+    assert response.headers["x-ignored-fields"] == "messages[].reasoning_content"
+    misplaced = ask(server, {**USER, "tool_calls": [CALL]})
+    assert misplaced.headers["x-ignored-fields"] == "messages[].tool_calls"
+
+
+def test_a_tools_answer_that_is_not_shown_is_named_and_strict_fields_refuses_it(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
+    model = write_small_model(tmp_path, template)
+    server = start_server(model=model)
+    response = ask(server, USER, ANSWER)
+    assert response.headers["x-ignored-fields"] == "messages[tool].content"
+    strict = start_server("--strict-fields", model=model)
+    assert ask(strict, {**USER, "name": "n"}).status == 200
+    for messages, place, code in (
+        ([USER, ANSWER], "messages[tool].content", "unsupported_field"),
+        ([USER, CALLING], "messages[].tool_calls", "unsupported_field"),
+        ([{**USER, "id": 5}], "messages[].id", "unknown_field"),
+    ):
+        response = ask(strict, *messages)
+        assert_refused(response, place)
+        assert response.error["code"] == code
