@@ -45,7 +45,7 @@ class PromptMaker:
         return self._prompt(token_ids, body.wanted_tokens, "messages")
 
     async def dropped_keys(self, body: ChatBody) -> list[str]:
-        """What of a conversation that could be encoded the chat template did not show: places such as `messages[].NAME`.
+        """What of a conversation that could be encoded the template did not show: places such as `messages[].NAME`.
 
         Raises:
             ApiError: 503 when too many long texts wait.
