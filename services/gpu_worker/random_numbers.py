@@ -40,11 +40,16 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     Returns:
         [num_rows] float64 in [0, 1), multiples of 2**-53.
     """
+    words = stream_key_at(keys, positions)
+    return _shifted(words, 64 - _FRACTION_BITS).to(torch.float64).mul_(2.0**-_FRACTION_BITS)
+
+
+def stream_key_at(keys: Tensor, positions: Tensor) -> Tensor:
+    """The 64 bits that `uniform` takes its number from: a key for a stream of its own, [num_rows] int64."""
     words = keys + (positions + 1) * _signed(_STEP)
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
         words = (words ^ _shifted(words, shift)) * _signed(multiplier)
-    words = words ^ _shifted(words, _SHIFTS[-1])
-    return _shifted(words, 64 - _FRACTION_BITS).to(torch.float64).mul_(2.0**-_FRACTION_BITS)
+    return words ^ _shifted(words, _SHIFTS[-1])
 
 
 def _shifted(words: Tensor, shift: int) -> Tensor:

@@ -4,8 +4,8 @@ A row's token does not depend on which rows are beside it, in what order, or on 
 the vocabulary is either elementwise, a maximum, or a sum of integers (probabilities are 40-bit fixed point numbers).
 
     greedy rows      the first of the largest logits; they pay for nothing else
-    drawing rows     one uniform number, inverse cumulative distribution in the order of ids
-    filtering rows   top_k, then top_p, then min_p on what is left (see `nucleus`), drawn in the order of probability
+    drawing rows     from all tokens, or those that min_p leaves (see `draw`)
+    filtering rows   top_k, then top_p, then min_p on what is left (see `nucleus`), drawn in the same way
 
 It holds no state and decides nothing about a request. A row without a usable maximum (all NaN, or an infinity) is
 flagged and harms nobody; where only some logits are NaN, those get probability 0.
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.gpu_worker.draw import draw_places
 from services.gpu_worker.nucleus import FilterLimits, WeightedRows, most_probable
-from services.gpu_worker.random_numbers import uniform
 
 GREEDY_TEMPERATURE = 1e-5
 """At or below this a request is greedy: the draw could not differ, and dividing by it would overflow."""
@@ -29,7 +29,7 @@ GREEDY_TEMPERATURE = 1e-5
 _WEIGHT_BITS = 40  # 2**40 for the most probable token; with 2**20 of them a sum still fits into 63 bits
 _LEAST_EXPONENT = -50.0  # weight 0 already; exponentials that underflow take a CPU 80 times as long
 _CHUNK = 256  # logits reduced at once when looking for the maximum
-_MAX_BLOCK = 2**22  # logits drawn from at once: bounds the scratch memory to about 200 MB
+_MAX_BLOCK = 2**22  # logits drawn from at once: bounds the scratch memory to about 300 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,20 +144,12 @@ def _draw(exponents: Tensor, drawn: DrawnRows) -> Tensor:
     weights = fixed_point_weights(exponents, drawn.temperatures)
     if drawn.limits.has_min_p:
         weights.masked_fill_(weights < drawn.limits.least_weights(weights.amax(1, keepdim=True)), 0)
-    return _pick(weights, drawn).squeeze(1)
+    ids = torch.arange(weights.shape[1], device=weights.device).expand_as(weights)
+    return draw_places(weights, ids, drawn.keys, drawn.positions).squeeze(1)
 
 
 def _draw_filtered(exponents: Tensor, drawn: DrawnRows) -> Tensor:
     weights = fixed_point_weights(exponents.clone(), drawn.temperatures)
     kept = most_probable(WeightedRows.whole(exponents, weights), drawn.limits)
-    return kept.ids.gather(1, _pick(kept.weights, drawn)).squeeze(1)
-
-
-def _pick(weights: Tensor, drawn: DrawnRows) -> Tensor:
-    """The place in each row where the running sum of weights passes u of the total: [num_rows, 1] int64."""
-    running = weights.cumsum(1)
-    totals = running[:, -1:]
-    numbers = uniform(drawn.keys, drawn.positions)[:, None]
-    targets = torch.minimum((numbers * totals.to(torch.float64)).to(torch.int64), totals - 1)
-    # Of a failed row the sums are arbitrary; its pick must still be a place in the row.
-    return torch.searchsorted(running, targets, right=True).clamp_(max=weights.shape[1] - 1)
+    places = draw_places(kept.weights, kept.ids, drawn.keys, drawn.positions)
+    return kept.ids.gather(1, places).squeeze(1)
