@@ -48,6 +48,7 @@ class ClientConnection(RequestHandler):
         "_head_timer",
         "_is_last_request",
         "_limits",
+        "_newest_body",
         "_stall_timer",
         "has_open_request",
         "on_writable",
@@ -68,6 +69,8 @@ class ClientConnection(RequestHandler):
         self.has_open_request = False
         """Whether a request is being answered."""
         self._has_received = False
+        self._newest_body: StreamReader | None = None
+        """What the newest head announced: a body that breaks is this one."""
         self._is_last_request = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -107,6 +110,18 @@ class ClientConnection(RequestHandler):
             if self._head_timer is None:
                 self._await_head()
         super().data_received(data)
+        self._fail_broken_body()
+
+    def _fail_broken_body(self) -> None:
+        """Tells the request whose body broke off in its chunks: aiohttp only queues the error behind that request."""
+        for head, body in self._messages:
+            if isinstance(head, RawRequestMessage):
+                self._newest_body = body
+            elif self._newest_body is not None and not self._newest_body.is_eof():
+                self._messages.pop()  # an error is the last there is; the request itself answers with it
+                self._newest_body.set_exception(RequestPayloadError("the body cannot be read"))
+                self.close()  # after that answer: what follows has no beginning
+                return
 
     def pause_writing(self) -> None:
         """The client has left a buffer full of bytes lying."""

@@ -140,6 +140,10 @@ def test_sse_16_a_client_that_leaves_too_much_lying_is_cut(server: Server) -> No
         server.backend.admit(submit)
         for index in range(40):
             server.backend.send_text(chunk(submit, index, [1], index * 50_000, "x" * 50_000))
+            if index == 0:  # what follows finds the first piece written, so that it is no one batch with it
+                server.backend.wait_for_acknowledgement(submit, 1)
+            if index == 20:  # by now the connection is full; more comes while it is
+                server.backend.wait_for_acknowledgement(submit, 21)
         server.backend.wait_for_abort(submit)
     assert server.wait_for_line("too far behind")
 

@@ -91,7 +91,7 @@ def test_hostile_frames_are_refused_at_once_and_not_built(frame: bytes) -> None:
 
 
 def test_the_costliest_frame_is_refused_by_the_count_of_its_values() -> None:
-    member = b"\x97\xa9tokenizer\xa1t\x01\x01\x01\x01" + map32(4096) + b"\xa0\x00" * 4096
+    member = b"\x98\xa9tokenizer\xa1t\x01\x01\x01\x01" + map32(4096) + b"\xa0\x00" * 4096 + b"\x01"
     frame = b"\x92\x07" + array32(1300) + member * 1300
     assert len(frame) < MAX_FRAME_BYTES
     assert f"more than {MAX_VALUES} values" in refusal(frame)
