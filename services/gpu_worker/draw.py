@@ -61,7 +61,7 @@ def race_among_few(weights: Tensor, in_class: Tensor, ids: Tensor, keys: Tensor)
     rows, places = in_class.nonzero(as_tuple=True)
     counts = torch.bincount(rows, minlength=len(weights))
     columns = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-    shape = (len(weights), int(counts.max()))
+    shape = (len(weights), max(1, int(counts.max())))  # a row with nobody in its class has place 0
     left, moved = weights.new_zeros(shape), weights.new_zeros(shape)
     numbers = torch.zeros(shape, dtype=torch.float64)
     left[rows, columns] = weights[rows, places]

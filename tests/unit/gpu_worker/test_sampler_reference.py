@@ -188,7 +188,7 @@ def test_a_class_is_a_bit_length(weight: int) -> None:
     assert draw.weight_classes(torch.tensor([[weight]])).item() == 41 - weight.bit_length()
 
 
-@pytest.mark.parametrize("weight", [-(2**63), -1, 2**63 - 1])
+@pytest.mark.parametrize("weight", [-(2**63), -1, 0, 2**63 - 1])
 def test_what_is_no_weight_has_a_class_and_a_place(weight: int) -> None:
     weights, ids, one = torch.full((1, 5), weight), torch.arange(5)[None], torch.tensor([1])
     assert draw.weight_classes(weights)[0, 0] in range(42)
