@@ -26,7 +26,8 @@ _GOES_ON = Finish.NONE
 class AnswerChunk:
     """What one advance gave: the ids taken, and the text that may be shown now.
 
-    `text` starts at byte `text_offset` of the whole answer's UTF-8 text. A finish other than NONE ends the answer.
+    `text` starts at byte `text_offset` of the whole answer's UTF-8 text. A finish other than NONE ends the answer;
+    `stop` is the stop string that did.
     """
 
     first_index: int
@@ -34,6 +35,7 @@ class AnswerChunk:
     text: str
     text_offset: int
     finish: Finish
+    stop: str = ""
 
 
 class AnswerDecoder:
@@ -79,11 +81,13 @@ class AnswerDecoder:
                 text = matcher.feed(text, self.next_index >= self._min_tokens)
         else:
             text = self._decode(token_ids, finish)
+        stop = ""
         if matcher is not None and matcher.found is not None:
+            stop = matcher.found
             finish, token_ids = Finish.STOP_STRING, token_ids[: self.next_index - first_index]
         self._has_ended = finish is not _GOES_ON
         self.text_offset += len(text) if text.isascii() else len(text.encode())
-        return AnswerChunk(first_index, token_ids, text, text_offset, finish)
+        return AnswerChunk(first_index, token_ids, text, text_offset, finish, stop)
 
     def _drop_known(self, num_known: int, token_ids: Sequence[int], finish: Finish) -> Sequence[int]:
         if num_known < 0:

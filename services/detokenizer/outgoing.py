@@ -10,7 +10,7 @@ from itertools import chain
 
 from services.detokenizer.answer import AnswerChunk
 from services.wire.columns import pack_int32, pack_request_ids
-from services.wire.messages import DecodeFailed, Resend, StopFound, TextChunks
+from services.wire.messages import DecodeFailed, Finish, Resend, StopFound, TextChunks
 
 MAX_ROWS = 65_536  # of one TextChunks message
 MAX_CHUNK_BYTES = 4 * 1024 * 1024  # where another message begins; a quarter of the largest frame
@@ -55,6 +55,7 @@ class ChunkRows:
                 [chunk.first_index + len(chunk.token_ids) if chunk.finish else 0 for chunk in chunks]
             ),
             cached_tokens=pack_int32(cached_tokens),
+            stops=tuple([chunk.stop for chunk in chunks if chunk.finish is Finish.STOP_STRING]),
         )
 
 

@@ -35,6 +35,25 @@ def unpack_int32(column: bytes) -> list[int]:
     return values.tolist()
 
 
+def pack_float32(values: Iterable[float]) -> bytes:
+    """Packs numbers as little-endian float32; infinities pass."""
+    column = array("f", values)
+    if _IS_BIG_ENDIAN:
+        column.byteswap()
+    return column.tobytes()
+
+
+def unpack_float32(column: bytes) -> list[float]:
+    """The numbers of a float32 column; ProtocolError when the length is not a multiple of 4."""
+    if len(column) % 4:
+        raise ProtocolError(f"float32 column of {len(column)} bytes")
+    values = array("f")
+    values.frombytes(column)
+    if _IS_BIG_ENDIAN:
+        values.byteswap()
+    return values.tolist()
+
+
 def pack_request_ids(request_ids: Iterable[bytes]) -> bytes:
     """Joins request ids of 16 bytes each."""
     return b"".join(request_ids)

@@ -20,15 +20,19 @@ from services.wire.columns import unpack_int32
 from services.wire.errors import ProtocolError
 from services.wire.forms import Column, Exactly, Limit, Range
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 RequestId = Annotated[bytes, Exactly(16)]
 RequestIds = Annotated[bytes, Column(16)]
 Int32s = Annotated[bytes, Column(4, is_natural=True)]  # int32, none below 0: ids, rows, pages, counts, positions
 Uint8s = Annotated[bytes, Column(1)]
+Float32s = Annotated[bytes, Column(4)]  # little-endian float32; may hold -inf where a field says so
 UInt31 = Annotated[int, Range(0, 2**31 - 1)]
 Epoch = Annotated[int, Range(0, 2**64 - 1)]
 Name = Annotated[str, Limit(128)]
+MAX_LOGPROBS = 20
+NO_LOGPROBS = -1
+NumLogprobs = Annotated[int, Range(NO_LOGPROBS, MAX_LOGPROBS)]  # -1 none; 0 the token's own; n: the n likeliest too
 
 
 class Role(StrEnum):
@@ -202,11 +206,63 @@ class Telemetry:
 # ---------------------------------------------------------------- a request
 
 
+class Task(IntEnum):
+    """What a request is for."""
+
+    GENERATE = 0
+    EMBED_LAST = 1  # the hidden state of the last prompt token, after the final norm
+    EMBED_MEAN = 2  # the mean of the hidden states of all prompt tokens, each after the final norm
+
+
+class GrammarKind(IntEnum):
+    """The language that a `Grammar` is written in."""
+
+    JSON_SCHEMA = 1
+    REGEX = 2
+    EBNF = 3
+    LARK = 4  # the grammar library's own; what tool calls are built from
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must be a sentence of, from its first token on. Its limits were checked by the tokenizer."""
+
+    kind: GrammarKind
+    text: Annotated[str, Limit(1024 * 1024)]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRules:
+    """What is done to the logits of a row before a token is picked, in this order.
+
+    `allowed_token_ids` (empty: all are), `bias_ids` and `biases`, repetition penalty (prompt and output), frequency and
+    presence penalty (output only); ids in `stop_token_ids` cannot come below `min_tokens` output tokens, nor the last
+    id of a bad word whose ids before it have just come. `bad_word_counts` cuts `bad_word_ids`.
+    """
+
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: UInt31 = 0
+    stop_token_ids: Int32s = b""
+    bias_ids: Int32s = b""
+    biases: Float32s = b""
+    allowed_token_ids: Int32s = b""
+    bad_word_counts: Int32s = b""
+    bad_word_ids: Int32s = b""
+
+    def check(self) -> None:
+        """ProtocolError unless the columns agree."""
+        _require_rows(len(self.bias_ids) // 4, self.biases)
+        _require_counts(self.bad_word_counts, self.bad_word_ids)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn. A token is a function of (seed, choice, position, logits) and of nothing else.
 
     temperature 0 is greedy; top_k 0 is off; top_p 1 and min_p 0 are off; `choice` numbers the answers of one request.
+    `rules` and `grammar` are None for the many requests that use none. Log-probabilities are those of the raw logits.
     """
 
     temperature: float
@@ -215,6 +271,25 @@ class SamplingParams:
     min_p: float
     seed: int
     choice: UInt31
+    rules: LogitRules | None = None
+    grammar: Grammar | None = None
+    num_logprobs: NumLogprobs = NO_LOGPROBS
+
+
+@dataclass(frozen=True, slots=True)
+class PromptParams:
+    """What is wanted of the prompt itself.
+
+    `num_logprobs` log-probabilities for each prompt token from position `logprobs_from` on (position 0 has none:
+    nothing comes before it). The prefix cache is used only up to the first position wanted; for EMBED_MEAN not at all.
+    """
+
+    task: Task = Task.GENERATE
+    num_logprobs: NumLogprobs = NO_LOGPROBS
+    logprobs_from: UInt31 = 1
+
+
+PLAIN_PROMPT = PromptParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +310,7 @@ class Submit:
     `stop_token_ids` holds the model's end ids too unless the client said ignore_eos. `output_token_ids` is empty, or
     what was produced before when a request is submitted again under a higher attempt. `deadline_ms` counts from
     receipt; 0 is none. `cache_root` separates prefix caches (adapter and salt); `group_id` is the first sibling's id.
+    With `max_tokens` 0 the prompt is computed and nothing is produced: the answer ends with LENGTH.
     """
 
     request_id: RequestId
@@ -250,6 +326,7 @@ class Submit:
     cache_root: Annotated[bytes, Limit(256)]
     priority: int
     deadline_ms: UInt31
+    prompt: PromptParams = PLAIN_PROMPT
 
 
 @message(11)
@@ -340,6 +417,60 @@ class Resend:
         _require_rows(len(self.request_ids) // 16, self.attempts, self.first_indexes)
 
 
+class ControlAction(IntEnum):
+    """What an operator can ask of a scheduler."""
+
+    FLUSH_CACHE = 1  # forget every cached prefix that nobody uses
+    PAUSE = 2  # plan nothing more; requests keep their place
+    RESUME = 3
+    ABORT_GROUP = 4  # end the answers that share a group id
+    ABORT_ALL = 5
+
+
+@message(17)
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Tokenizer -> scheduler: an operator's wish, answered with `ControlDone` of the same serial.
+
+    `group_id` is empty except for ABORT_GROUP.
+    """
+
+    serial: UInt31
+    action: ControlAction
+    group_id: Annotated[bytes, Limit(16)] = b""
+
+
+@message(18)
+@dataclass(frozen=True, slots=True)
+class ControlDone:
+    """Scheduler -> tokenizer: done; `count` is what it concerned: pages freed, answers ended, requests that wait."""
+
+    serial: UInt31
+    count: UInt31
+
+
+@message(19)
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Worker -> scheduler (in a StepResult) -> tokenizer: log-probabilities of prompt tokens, chunk by chunk.
+
+    For the prompt's positions from `first_position` on: `counts[i]` entries each, first the prompt's own token, then
+    the likeliest, best first; a value may be -inf. The scheduler keeps what it sent until the answer has ended.
+    """
+
+    request_id: RequestId
+    attempt: UInt31
+    first_position: UInt31
+    counts: Int32s
+    token_ids: Int32s
+    logprobs: Float32s
+
+    def check(self) -> None:
+        """ProtocolError unless the columns agree."""
+        _require_counts(self.counts, self.token_ids)
+        _require_rows(len(self.token_ids) // 4, self.logprobs)
+
+
 # ---------------------------------------------------------------- tokens to text
 
 
@@ -360,7 +491,9 @@ class TokensProduced:
     """Scheduler -> detokenizer: new ids of many answers. A row may hold no ids and only a finish.
 
     `first_indexes[i]` is the index of the row's first id; `counts` cuts `token_ids`; `finishes` are `Finish` values;
-    `cached_tokens` is how much of the prompt came from the prefix cache.
+    `cached_tokens` is how much of the prompt came from the prefix cache. `logprob_counts` is empty when no row asked
+    for log-probabilities; else it has one count for each id, which cuts `logprob_ids` and `logprobs`: first the id
+    itself, then the likeliest, best first.
     """
 
     request_ids: RequestIds
@@ -370,6 +503,9 @@ class TokensProduced:
     token_ids: Int32s
     finishes: Uint8s
     cached_tokens: Int32s
+    logprob_counts: Int32s = b""
+    logprob_ids: Int32s = b""
+    logprobs: Float32s = b""
 
     def check(self) -> None:
         """ProtocolError unless the columns agree."""
@@ -377,6 +513,7 @@ class TokensProduced:
         _require_rows(num_rows, self.attempts, self.first_indexes, self.counts, self.cached_tokens)
         _require_counts(self.counts, self.token_ids)
         _require_finishes(num_rows, self.finishes)
+        _require_logprobs(self.token_ids, self.logprob_counts, self.logprob_ids, self.logprobs)
 
 
 @message(22)
@@ -413,7 +550,9 @@ class TextChunks:
 
     Row i covers the ids [first_indexes[i], first_indexes[i] + counts[i]); `texts[i]` starts at byte `text_offsets[i]`
     of the answer's UTF-8 text and may lag behind the ids (withheld text) or be empty. On a finish, `completion_tokens`
-    is what usage reports: the lowest end index wins.
+    is what usage reports: the lowest end index wins. `stops` holds the stop string of each row that ends with
+    STOP_STRING, in order. Log-probabilities are cut as in `TokensProduced`; they come with their ids, so a reader shows
+    them no earlier than text that is not withheld.
     """
 
     request_ids: RequestIds
@@ -426,6 +565,10 @@ class TextChunks:
     finishes: Uint8s
     completion_tokens: Int32s
     cached_tokens: Int32s
+    stops: Annotated[tuple[Annotated[str, Limit(4096)], ...], Limit(65536)] = ()
+    logprob_counts: Int32s = b""
+    logprob_ids: Int32s = b""
+    logprobs: Float32s = b""
 
     def check(self) -> None:
         """ProtocolError unless the columns agree."""
@@ -434,8 +577,40 @@ class TextChunks:
         _require_rows(num_rows, *columns, self.cached_tokens)
         _require_counts(self.counts, self.token_ids)
         _require_finishes(num_rows, self.finishes)
-        if len(self.texts) != num_rows:
+        if len(self.texts) != num_rows or len(self.stops) != self.finishes.count(Finish.STOP_STRING):
             raise ProtocolError("columns of different lengths")
+        _require_logprobs(self.token_ids, self.logprob_counts, self.logprob_ids, self.logprobs)
+
+
+@message(31)
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Worker -> scheduler (in a StepResult) -> tokenizer: the pooled hidden state of a prompt, not normalized."""
+
+    request_id: RequestId
+    attempt: UInt31
+    values: Float32s
+
+
+@message(32)
+@dataclass(frozen=True, slots=True)
+class HopReport:
+    """Scheduler or detokenizer -> tokenizer: how a request fared there; for people, never needed for an answer.
+
+    The scheduler sends one when the first token came and one at the end, a detokenizer one at the end; the last takes
+    the place of what came before. `started_unix_us` is when the request came there, by the sender's wall clock;
+    `wait_us` how long it waited there, `work_us` how long it was worked on; `counters` are pages, steps, chunks, ...
+    A lost report is missed, not asked for again.
+    """
+
+    request_id: RequestId
+    attempt: UInt31
+    role: Role
+    instance: Name
+    started_unix_us: Annotated[int, Range(0, 2**63 - 1)]
+    wait_us: Annotated[int, Range(0, 2**63 - 1)]
+    work_us: Annotated[int, Range(0, 2**63 - 1)]
+    counters: Annotated[dict[str, float], Limit(64)] = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------- scheduler and worker
@@ -445,7 +620,8 @@ class TextChunks:
 class NewRow:
     """A request takes a row at the worker: all its ids (prompt, then outputs so far), where output begins, its pages.
 
-    `page_ids` is the whole page table so far: cached prefix pages, then pages to be written.
+    `page_ids` is the whole page table so far: cached prefix pages, then pages to be written. Penalties and the
+    grammar's state are rebuilt from the output ids. `prompt.logprobs_from` is the first position still wanted.
     """
 
     row: UInt31
@@ -455,6 +631,7 @@ class NewRow:
     num_prompt_tokens: UInt31
     page_ids: Int32s
     sampling: SamplingParams
+    prompt: PromptParams = PLAIN_PROMPT
 
 
 @message(40)
@@ -497,7 +674,9 @@ class StepResult:
     """Worker -> scheduler: what a plan gave, for the rows that sampled and the rows that failed.
 
     `epoch` and `step` are the plan's. `first_indexes` is the output index of each row's first id, `counts` (0..m) cuts
-    `token_ids`, `finishes` is NONE or why the row failed. Times are the worker's own, in microseconds.
+    `token_ids`, `finishes` is NONE or why the row failed. Times are the worker's own, in microseconds. A row gets more
+    than one id where its grammar leaves no choice; the plans already out for it then give it none. Log-probabilities
+    are cut as in `TokensProduced`. `prompt_logprobs` and `embeddings` belong to rows of this step.
     """
 
     epoch: Epoch
@@ -511,6 +690,11 @@ class StepResult:
     finishes: Uint8s
     forward_us: UInt31
     step_us: UInt31
+    logprob_counts: Int32s = b""
+    logprob_ids: Int32s = b""
+    logprobs: Float32s = b""
+    prompt_logprobs: Annotated[tuple[PromptLogprobs, ...], Limit(65536)] = ()
+    embeddings: Annotated[tuple[Embedding, ...], Limit(65536)] = ()
 
     def check(self) -> None:
         """ProtocolError unless the columns agree."""
@@ -520,6 +704,27 @@ class StepResult:
         _require_finishes(num_rows, self.finishes)
         if len(self.request_ids) // 16 != num_rows:
             raise ProtocolError("columns of different lengths")
+        _require_logprobs(self.token_ids, self.logprob_counts, self.logprob_ids, self.logprobs)
+
+
+@message(42)
+@dataclass(frozen=True, slots=True)
+class CompileGrammar:
+    """Scheduler -> worker: a request waits for this grammar; answered with `GrammarCompiled`. It takes no row yet."""
+
+    request_id: RequestId
+    attempt: UInt31
+    grammar: Grammar
+
+
+@message(43)
+@dataclass(frozen=True, slots=True)
+class GrammarCompiled:
+    """Worker -> scheduler: rows may use the grammar now; or, with a text, why it cannot be used: the client's fault."""
+
+    request_id: RequestId
+    attempt: UInt31
+    problem: Annotated[str, Limit(4096)] = ""
 
 
 _FINISH_VALUES = bytes(Finish)
@@ -541,3 +746,11 @@ def _require_finishes(num_rows: int, finishes: bytes) -> None:
         raise ProtocolError("columns of different lengths")
     if finishes.translate(None, _FINISH_VALUES):
         raise ProtocolError("a finish is none of ours")
+
+
+def _require_logprobs(token_ids: bytes, counts: bytes, logprob_ids: bytes, logprobs: bytes) -> None:
+    if not counts and not logprob_ids and not logprobs:  # nearly always
+        return
+    _require_rows(len(token_ids) // 4, counts)
+    _require_counts(counts, logprob_ids)
+    _require_rows(len(logprob_ids) // 4, logprobs)

@@ -60,7 +60,9 @@ def notation(hint: Any) -> str:
     if hint is bytes and Exactly in bounds:
         return f"bytes {bounds[Exactly].length}"
     if hint is bytes and Column in bounds:
-        return {1: "uint8 column", 4: "int32 column", 16: "id column"}[bounds[Column].item_bytes]
+        column = bounds[Column]
+        wide = "int32 column" if column.is_natural else "float32 column"
+        return {1: "uint8 column", 4: wide, 16: "id column"}[column.item_bytes]
     if hint in (str, bytes):
         return f"{hint.__name__} ≤ {bounds[Limit].most}"
     return str(hint.__name__)
@@ -94,7 +96,9 @@ def test_nothing_is_documented_that_does_not_exist() -> None:
     assert set(sections()) == known
 
 
-@pytest.mark.parametrize("kind", [messages.State, messages.Finish])
+@pytest.mark.parametrize(
+    "kind", [messages.State, messages.Finish, messages.Task, messages.GrammarKind, messages.ControlAction]
+)
 def test_numbers_of_the_enumerations_are_documented(kind: type[enum.IntEnum]) -> None:
     for member in kind:
         assert f"{int(member)} {member.name}" in DOCUMENT

@@ -11,6 +11,7 @@ from services.scheduler.service import BackendLostError
 from services.wire.columns import pack_int32
 from services.wire.errors import EndpointInUseError
 from services.wire.messages import (
+    PROTOCOL_VERSION,
     Abort,
     Admitted,
     DecodeOpen,
@@ -167,7 +168,7 @@ def test_a_stranger_is_asked_to_greet_and_a_lost_process_is_sent_away() -> None:
         group.pump(lambda: [member.epoch for member in successor.session.members] == [2])
         old.send(Heartbeat(1, State.READY, 5))
         assert "declared lost" in group.hear(old, HandshakeRefused).reason
-        old.send(Hello(1, Role.TOKENIZER, "y", 1, "", State.READY))
+        old.send(Hello(PROTOCOL_VERSION, Role.TOKENIZER, "y", 1, "", State.READY))
         assert "declared lost" in group.hear(old, HandshakeRefused).reason
 
 
@@ -175,7 +176,7 @@ def test_a_greeting_under_another_name_is_refused() -> None:
     with running_group() as group:
         liar = group.join(Role.TOKENIZER, "x")
         group.mute(liar)
-        liar.send(Hello(1, Role.TOKENIZER, "y", liar.identity.epoch, "", State.READY))
+        liar.send(Hello(PROTOCOL_VERSION, Role.TOKENIZER, "y", liar.identity.epoch, "", State.READY))
         assert "another process" in group.hear(liar, HandshakeRefused).reason
 
 

@@ -98,16 +98,19 @@ def chunk(
         finishes=bytes([finish]),
         completion_tokens=pack_int32([first_index + len(ids) if finish else 0]),
         cached_tokens=pack_int32([cached]),
+        stops=("a stop",) if finish is Finish.STOP_STRING else (),
     )
 
 
 def join(batches: Iterable[TextChunks]) -> TextChunks:
     """The rows of several batches in one."""
     parts = list(batches)
+    tuples = ("texts", "stops")
     columns = {
-        name: b"".join(getattr(part, name) for part in parts) for name in TextChunks.__slots__ if name != "texts"
+        name: b"".join(getattr(part, name) for part in parts) for name in TextChunks.__slots__ if name not in tuples
     }
-    return TextChunks(texts=tuple(text for part in parts for text in part.texts), **columns)
+    joined = {name: tuple(item for part in parts for item in getattr(part, name)) for name in tuples}
+    return TextChunks(**joined, **columns)
 
 
 class Backend(threading.Thread):

@@ -196,7 +196,9 @@ def test_only_registered_messages_are_encoded() -> None:
 
 
 def test_a_hello_of_another_version_is_known_by_its_version_alone() -> None:
-    assert decode(frame_of(1, PROTOCOL_VERSION + 1, {"anything": [1, 2, 3]}, "else")) == ForeignHello(2)
+    assert decode(frame_of(1, PROTOCOL_VERSION + 1, {"anything": [1, 2, 3]}, "else")) == ForeignHello(
+        PROTOCOL_VERSION + 1
+    )
     assert decode(frame_of(1, 0)) == ForeignHello(0)
     assert "fields" in refusal(frame_of(1, PROTOCOL_VERSION, "tokenizer"))
     refusal(frame_of(1, "1"))
