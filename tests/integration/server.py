@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import re
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from services.runtime.service import die_with_parent
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 20.0
@@ -65,6 +68,7 @@ def start(model: Path | str, **settings: object) -> Server:
         errors="replace",
         env=environment(**settings),
         start_new_session=True,
+        preexec_fn=functools.partial(die_with_parent, os.getpid()),  # also when the tests are killed
     )
     return Server(process)
 
