@@ -1,0 +1,149 @@
+"""Tokenizer process: a body's way from JSON to a checked struct, the same for every route.
+
+A body goes through two doors here: names (known, without effect, known but not built, unknown), then types and ranges.
+What one field says about another is for the route. Every error is a 400 that names its field. Owns nothing; knows no
+model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NoReturn, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from services.runtime.config import Settings
+from services.tokenizer.api_error import Code, bad_field
+from services.tokenizer.field_tables import Neutral, is_neutral
+
+_MAX_IGNORED_NAMES = 32
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Names that nobody knows, or that the template does not show: the answer has them in `x-ignored-fields`."""
+
+    names: tuple[str, ...]
+
+    def with_dropped(self, names: Sequence[str], settings: Settings) -> Ignored:
+        """These and names that are known, but not shown by the model's chat template.
+
+        Raises:
+            ApiError: 400 naming the first, with `--strict-fields`.
+        """
+        if names and settings.strict_fields:
+            raise bad_field(names[0], "is not shown by this model's chat template", Code.UNSUPPORTED_FIELD)
+        return Ignored((*self.names, *names))
+
+    @property
+    def header(self) -> str:
+        """The names as a header value, without a character that could end the header."""
+        return ", ".join(quote(name[:64], safe="[]") for name in self.names[:_MAX_IGNORED_NAMES])
+
+
+@dataclass(frozen=True)
+class BodyForm(Generic[Body]):
+    """What a route takes: its struct, the known fields that are not built, and those that change no token.
+
+    Attributes:
+        kind: The struct of the fields that are built.
+        unbuilt: Name -> the values that mean the same as leaving it out; null always does.
+        without_effect: Names that are taken whatever they say.
+    """
+
+    kind: type[Body]
+    unbuilt: Mapping[str, Neutral] = field(default_factory=dict)
+    without_effect: frozenset[str] = frozenset()
+
+    def parse(self, fields: Mapping[str, object], settings: Settings) -> tuple[Body, Ignored]:
+        """A body of this form, and the names in it that nobody knows.
+
+        Raises:
+            ApiError: 400 naming the field.
+        """
+        known = self.without_effect.union(self.kind.__struct_fields__)
+        unknown = unknown_names(fields, known, self.unbuilt)
+        body = convert(fields, self.kind)
+        return body, ignore([*unknown, *_nested_unknown(body, fields)], settings)
+
+
+def unknown_names(
+    fields: Mapping[str, object], known: frozenset[str], unbuilt: Mapping[str, Neutral], prefix: str = ""
+) -> list[str]:
+    """The names that are neither known nor known and not built, behind a prefix such as `stream_options.`.
+
+    Raises:
+        ApiError: 400 `unsupported_field`: one that is not built asks for something.
+    """
+    unknown: list[str] = []
+    for name, value in fields.items():
+        if name in known:
+            continue
+        if name not in unbuilt:
+            unknown.append(prefix + name)
+        elif not is_neutral(value, unbuilt[name]):
+            raise bad_field(prefix + name, "is not supported by this server", Code.UNSUPPORTED_FIELD)
+    return unknown
+
+
+def ignore(names: Sequence[str], settings: Settings) -> Ignored:
+    """The unknown names of a body.
+
+    Raises:
+        ApiError: 400 naming the first, with `--strict-fields`.
+    """
+    if names and settings.strict_fields:
+        raise bad_field(names[0][:128], "is not a known field", Code.UNKNOWN_FIELD)
+    return Ignored(tuple(names))
+
+
+def convert(fields: Mapping[str, object], kind: type[Body]) -> Body:
+    """A JSON object as a struct.
+
+    Raises:
+        ApiError: 400 naming the field of a wrong type or range, or the missing one.
+    """
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        _raise_for(str(error))
+
+
+def _nested_unknown(body: msgspec.Struct, fields: Mapping[str, object]) -> list[str]:
+    """Keys of nested objects that no struct has, each once, as `messages[].content[].NAME`."""
+    found: dict[str, None] = {}
+    for name in body.__struct_fields__:
+        _collect_unknown(getattr(body, name), fields.get(name), name, found)
+    return list(found)
+
+
+def _collect_unknown(value: object, raw: object, place: str, found: dict[str, None]) -> None:
+    if isinstance(value, msgspec.Struct) and isinstance(raw, Mapping):
+        tag = value.__struct_config__.tag_field
+        for name, item in raw.items():
+            if name in value.__struct_fields__:
+                _collect_unknown(getattr(value, name), item, f"{place}.{name}", found)
+            elif name != tag:
+                found[f"{place}.{name}"] = None
+    elif isinstance(value, list) and isinstance(raw, list):
+        for item, raw_item in zip(value, raw, strict=True):
+            _collect_unknown(item, raw_item, f"{place}[]", found)
+
+
+_PROBLEM = re.compile(r"(?P<problem>.*?)(?: - at `\$\.?(?P<param>.*)`)?", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+
+
+def _raise_for(text: str) -> NoReturn:
+    """Turns the library's "Expected `int`, got `str` - at `$.n`" into an error that names the field."""
+    found = _PROBLEM.fullmatch(text)
+    problem, param = (found["problem"], found["param"] or "") if found else (text, "")
+    missing = _MISSING.match(problem)
+    if missing:
+        raise bad_field(".".join(filter(None, (param, missing[1]))), "is required", Code.MISSING_FIELD)
+    raise bad_field(param, problem[:1].lower() + problem[1:].replace("`", ""))
