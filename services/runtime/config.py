@@ -26,9 +26,20 @@ class SettingsError(Exception):
     """A setting that cannot be used; the message names it and says what would be right."""
 
 
-def setting(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
-    """A field of Settings: its default, its line of help, and the values it may take."""
-    return dataclasses.field(default=default, metadata={"help": help_text, "choices": choices})
+def setting(
+    default: Any, help_text: str, choices: tuple[str, ...] = (), *, is_list: bool = False, is_secret: bool = False
+) -> Any:
+    """A field of Settings.
+
+    Args:
+        default: Its value when nobody sets it.
+        help_text: Its line of help.
+        choices: The values it may take; empty for any.
+        is_list: Several values, joined by commas; the flag may be repeated, in TOML it may be a list.
+        is_secret: Never shown in a message or in the settings' own text.
+    """
+    metadata = {"help": help_text, "choices": choices, "is_list": is_list, "is_secret": is_secret}
+    return dataclasses.field(default=default, repr=not is_secret, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -53,9 +64,36 @@ class Settings:
     max_choices: int = setting(8, "largest n")
     max_prompts: int = setting(1024, "most prompts in one completion request")
     max_messages: int = setting(4096, "most messages in one chat request")
+    max_stop_strings: int = setting(16, "most stop strings of a request")
+    max_stop_bytes: int = setting(1024, "longest stop string, in bytes of UTF-8")
+    max_logprobs: int = setting(20, "largest top_logprobs, logprobs and prompt_logprobs")
+    max_logit_bias: int = setting(1024, "most entries of logit_bias")
+    max_headers: int = setting(64, "most headers of a request")
+    max_header_bytes: int = setting(8 * 1024, "longest header line and request line")
+    max_head_bytes: int = setting(32 * 1024, "most bytes of all headers of a request together")
+    max_connections: int = setting(0, "most open connections of a tokenizer process (0: no limit)")
+    max_connections_per_address: int = setting(0, "most open connections from one address (0: no limit)")
     head_timeout_s: float = setting(10.0, "how long a request head may take to arrive")
     body_timeout_s: float = setting(30.0, "how long a whole request may take to arrive")
     write_timeout_s: float = setting(60.0, "how long a stream may go without its client reading a byte")
+    # keys, control, encryption
+    api_key: str = setting(
+        "", "key that clients must send (several: repeat it, or commas)", is_list=True, is_secret=True
+    )
+    api_key_file: str = setting("", "file with keys that clients must send, one a line")
+    admin_key: str = setting("", "key for the control routes", is_secret=True)
+    admin_key_file: str = setting("", "file whose first line is the key for the control routes")
+    admin_on_public: bool = setting(False, "answer control routes on the public port too, with the admin key")
+    control_port: int = setting(0, "port on 127.0.0.1 for control routes, with the admin key (0: Unix socket alone)")
+    metrics_open: bool = setting(False, "answer /metrics without a key")
+    max_requests_per_key: int = setting(0, "most requests of one key being answered; beyond it 429 (0: no limit)")
+    max_tokens_per_minute: int = setting(0, "most prompt and answer tokens of one key in a minute (0: no limit)")
+    isolate_cache_by_key: bool = setting(False, "share no cached prefix between keys")
+    cors_origins: str = setting(
+        "", "origins of web pages that may ask, or * (several: repeat it, or commas)", is_list=True
+    )
+    tls_cert: str = setting("", "PEM file with the certificate chain for HTTPS")
+    tls_key: str = setting("", "PEM file with the certificate's key")
     # the group
     num_tokenizers: int = setting(1, "tokenizer processes, all on one port")
     num_detokenizers: int = setting(1, "detokenizer processes")
@@ -81,6 +119,11 @@ class Settings:
     # logs
     log_level: str = setting("info", "least severe level to log", ("debug", "info", "warning", "error"))
     log_format: str = setting("text", "form of log lines", ("text", "json"))
+    log_requests: bool = setting(False, "a line at info for each request that ends (without it at debug)")
+    # watching
+    metric_names: str = setting("tokenway", "names in /metrics; vllm: for dashboards made for it", ("tokenway", "vllm"))
+    otlp_endpoint: str = setting("", "where spans of requests are sent: http://HOST:4318 of an OpenTelemetry collector")
+    trace_ring: int = setting(1024, "ended requests that a tokenizer process keeps for /trace")
 
     def __post_init__(self) -> None:
         """Checks ranges; SettingsError names the setting."""
@@ -115,6 +158,19 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_choices", 1, 128),
     ("max_prompts", 1, 2**16),
     ("max_messages", 1, 2**20),
+    ("max_stop_strings", 0, 64),
+    ("max_stop_bytes", 1, 4096),
+    ("max_logprobs", 0, 20),
+    ("max_logit_bias", 0, 2**20),
+    ("max_headers", 1, 1024),
+    ("max_header_bytes", 1, 2**20),
+    ("max_head_bytes", 1, 2**20),
+    ("max_connections", 0, 2**20),
+    ("max_connections_per_address", 0, 2**20),
+    ("control_port", 0, 65535),
+    ("max_requests_per_key", 0, 2**20),
+    ("max_tokens_per_minute", 0, 2**31 - 1),
+    ("trace_ring", 0, 2**20),
     ("head_timeout_s", 0.1, 3600),
     ("body_timeout_s", 0.1, 3600),
     ("write_timeout_s", 0.1, 86400),
@@ -131,6 +187,15 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("plans_ahead", 0, 4),
     ("num_threads", 0, 1024),
 )
+
+
+SECRETS = tuple(field.name for field in dataclasses.fields(Settings) if field.metadata["is_secret"])
+"""Settings that only the tokenizers are handed, and nobody is shown."""
+
+
+def values_of(joined: str) -> list[str]:
+    """The values of a setting that holds several, joined by commas."""
+    return [value.strip() for value in joined.split(",") if value.strip()]
 
 
 def user_directory(variable: str, fallback: Path) -> Path:
@@ -173,6 +238,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if field.type == "bool":
             parser.add_argument(_flag(field.name), action=argparse.BooleanOptionalAction, **options)
         else:
+            if field.metadata["is_list"]:
+                options["action"] = "append"
             parser.add_argument(_flag(field.name), metavar=field.name.rsplit("_", 1)[-1].upper(), **options)
 
 
@@ -180,6 +247,7 @@ def _parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
     parser = FlagParser(add_help=False, allow_abbrev=False)
     add_flags(parser)
     found = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    found = {name: ",".join(value) if isinstance(value, list) else value for name, value in found.items()}
     if "model_argument" in found:
         if "model" in found:
             raise SettingsError(f"the model is given twice: {found['model_argument']!r} and --model {found['model']!r}")
@@ -201,7 +269,14 @@ def _from_toml(path: Path) -> dict[str, Any]:
         raise SettingsError(f"cannot read settings from {path}: {error}") from error
     values = {name.replace("-", "_"): value for name, value in values.items()}
     _refuse_unknown(values, str(path))
-    return values
+    return {name: _joined(name, value) for name, value in values.items()}
+
+
+def _joined(name: str, value: Any) -> Any:
+    """A list of texts as the one text that a setting of several values is."""
+    (field,) = (field for field in dataclasses.fields(Settings) if field.name == name)
+    is_list = field.metadata["is_list"] and isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return ",".join(value) if is_list else value
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -226,20 +301,21 @@ _TYPE_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "tru
 
 def _convert(name: str, value: Any) -> Any:
     hint = typing.get_type_hints(Settings)[name]
+    shown = "what was given" if name in SECRETS else repr(value)
     if isinstance(hint, types.UnionType) or hint not in (str, int, float, bool):
         raise TypeError(f"setting {name} has an unsupported type")
     if hint is bool and isinstance(value, str):
         if value.lower() not in ("true", "false", "1", "0", "yes", "no"):
-            raise SettingsError(f"{_flag(name)} must be {_TYPE_NAMES[bool]}, not {value!r}")
+            raise SettingsError(f"{_flag(name)} must be {_TYPE_NAMES[bool]}, not {shown}")
         return value.lower() in ("true", "1", "yes")
     if isinstance(value, bool) is not (hint is bool) or (hint is str and not isinstance(value, str)):
-        raise SettingsError(f"{_flag(name)} must be {_TYPE_NAMES[hint]}, not {value!r}")
+        raise SettingsError(f"{_flag(name)} must be {_TYPE_NAMES[hint]}, not {shown}")
     try:
         converted = hint(value)
     except (TypeError, ValueError, OverflowError):
-        raise SettingsError(f"{_flag(name)} must be {_TYPE_NAMES[hint]}, not {value!r}") from None
+        raise SettingsError(f"{_flag(name)} must be {_TYPE_NAMES[hint]}, not {shown}") from None
     if isinstance(value, float) and hint is int and converted != value:
-        raise SettingsError(f"{_flag(name)} must be {_TYPE_NAMES[int]}, not {value!r}")
+        raise SettingsError(f"{_flag(name)} must be {_TYPE_NAMES[int]}, not {shown}")
     return converted
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.runtime.config import _RANGES, Settings, SettingsError, add_flags, load_settings
+from services.runtime.config import _RANGES, Settings, SettingsError, add_flags, load_settings, values_of
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 OTHER_VALUES = {"str": "other", "int": 3, "float": 0.5, "bool": True}
@@ -90,3 +90,29 @@ def test_a_model_given_twice_is_an_error() -> None:
 def test_settings_never_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Settings().port = 1  # type: ignore[misc]
+
+
+def test_a_list_setting_can_be_repeated_listed_and_joined(tmp_path: Path) -> None:
+    path = tmp_path / "tokenway.toml"
+    path.write_text('api-key = ["one", "two"]\n')
+    expected = ["one", "two"]
+    for settings in (
+        load_settings(["--api-key", "one", "--api-key", "two"], {}),
+        load_settings(["--api-key=one,two"], {}),
+        load_settings([], {"TOKENWAY_API_KEY": "one, two"}),
+        load_settings(["--config", str(path)], {}),
+    ):
+        assert values_of(settings.api_key) == expected
+    path.write_text("model = ['one', 'two']\n")
+    with pytest.raises(SettingsError, match="--model must be text"):
+        load_settings(["--config", str(path)], {})
+
+
+def test_a_secret_is_in_no_text(tmp_path: Path) -> None:
+    settings = load_settings(["--api-key", "sk-hidden", "--admin-key", "sk-hidden"], {})
+    assert "sk-hidden" not in repr(settings)
+    path = tmp_path / "tokenway.toml"
+    path.write_text("api-key = ['sk-hidden', 1]\n")
+    with pytest.raises(SettingsError) as caught:
+        load_settings(["--config", str(path)], {})
+    assert "sk-hidden" not in str(caught.value)
