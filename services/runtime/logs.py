@@ -1,5 +1,8 @@
 """Log lines: one line an event, as text or JSON, with role and instance; control characters are escaped.
 
+A line about a request carries its id: `logger.info("...", extra=about(request_id))`, or, where a whole task works for
+one request, `request_of_task.set(...)` once.
+
 As text a traceback follows on lines that begin with `  | `, so that what a client sent never looks like a line of ours.
 """
 
@@ -9,8 +12,17 @@ import json
 import logging
 import sys
 import time
+from contextvars import ContextVar
 
 from services.wire.endpoints import Identity
+
+request_of_task: ContextVar[str] = ContextVar("request_of_task", default="")
+"""The request that the present task works for; lines that it logs carry it."""
+
+
+def about(request_id: bytes | str) -> dict[str, str]:
+    """What makes a log line one about a request: pass it as `extra`."""
+    return {"request_id": request_id.hex() if isinstance(request_id, bytes) else request_id}
 
 
 def set_up_logging(identity: Identity, level: str, log_format: str) -> None:
@@ -34,7 +46,9 @@ class _TextFormatter(logging.Formatter):
         self._who = f"{identity.role}/{identity.instance}"
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_clock(record)} {record.levelname[0]} {self._who} {_escaped(record.getMessage())}"
+        request = _request_of(record)
+        event = f"[{request}] {record.getMessage()}" if request else record.getMessage()
+        line = f"{_clock(record)} {record.levelname[0]} {self._who} {_escaped(event)}"
         return "\n".join([line, *(f"  | {_escaped(part)}" for part in _trace_lines(self, record))])
 
 
@@ -45,9 +59,17 @@ class _JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {"time": _clock(record), "level": record.levelname.lower(), **self._who, "event": record.getMessage()}
+        request = _request_of(record)
+        if request:
+            entry["request_id"] = request
         if record.exc_info:
             entry["trace"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=True)
+
+
+def _request_of(record: logging.LogRecord) -> str:
+    """The id of the request that a line is about, or ""."""
+    return str(getattr(record, "request_id", "") or request_of_task.get())
 
 
 def _trace_lines(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:

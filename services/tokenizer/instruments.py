@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.runtime.histogram import Histogram
 from services.runtime.metrics import PREFIX
 from services.tokenizer.health import Health
-from services.tokenizer.histogram import Histogram
 from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.text_encoder import TextEncoder
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.runtime.histogram import Histogram
 from services.tokenizer.api_error import ApiError, finish_error, internal_error, refusal_error
-from services.tokenizer.histogram import Histogram
 from services.tokenizer.journal import ChunkRow, GapError, JournalEntry, chunk_rows
 from services.wire.columns import pack_int32, pack_request_ids
 from services.wire.messages import Abort, Acknowledge, Admitted, Finish, Refused, Resend, Submit, TextChunks

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.runtime.logs import _JsonFormatter, _TextFormatter, set_up_logging
+from services.runtime.logs import _JsonFormatter, _TextFormatter, about, request_of_task, set_up_logging
 from services.wire.endpoints import Identity
 from services.wire.messages import Role
 
@@ -93,3 +93,20 @@ def test_setting_up_twice_does_not_log_twice(capsys: pytest.CaptureFixture[str])
     set_up_logging(IDENTITY, "info", "text")
     logging.getLogger("x").info("once")
     assert len(lines(capsys)) == 1
+
+
+def test_a_line_about_a_request_carries_its_id(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging(IDENTITY, "info", "json")
+    logger = logging.getLogger("x")
+    logger.info("row failed", extra=about(bytes(range(16))))
+    token = request_of_task.set("chatcmpl-1")
+    logger.info("in its task")
+    logger.info("another's", extra=about("chatcmpl-2"))
+    request_of_task.reset(token)
+    logger.info("nobody's")
+    ids = [json.loads(line).get("request_id") for line in lines(capsys)]
+    assert ids == ["000102030405060708090a0b0c0d0e0f", "chatcmpl-1", "chatcmpl-2", None]
+    set_up_logging(IDENTITY, "info", "text")
+    logger.info("row failed", extra=about("chatcmpl-3\n"))
+    [line] = lines(capsys)
+    assert line.endswith("I tokenizer/t-1 [chatcmpl-3\\n] row failed")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.metrics_core import Metric
 
-from services.tokenizer.histogram import Histogram
+from services.runtime.histogram import Histogram
 
 BOUNDS = (0.1, 1, 2.5, 10)
 
