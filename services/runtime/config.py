@@ -113,6 +113,15 @@ class Settings:
     max_num_batched_tokens: int = setting(0, "most tokens of a step (0: the chunk size + max_running_requests)")
     chunked_prefill_size: int = setting(0, "most prompt tokens of a step (0: measured at start, -1: whole prompts)")
     plans_ahead: int = setting(1, "steps planned before the result of the last is known, 0 to 4")
+    # structured output
+    max_schema_bytes: int = setting(256 * 1024, "largest JSON schema or grammar of a request")
+    max_schema_properties: int = setting(5000, "most properties in a JSON schema")
+    max_schema_depth: int = setting(32, "how deep schemas may lie within schemas")
+    json_whitespace: str = setting("compact", "blanks in answers held to a JSON schema: none, or where JSON allows them",
+                                   ("compact", "flexible"))  # fmt: skip
+    grammar_timeout_s: float = setting(2.0, "how long compiling a grammar may take")
+    grammar_memory_mb: int = setting(512, "how much memory compiling a grammar may take, in MiB")
+    jump_ahead: bool = setting(True, "take tokens that a grammar forces without running the model for each")
     # the worker
     attention_backend: str = setting("auto", "attention implementation", ("auto", "reference", "paged"))
     num_threads: int = setting(0, "threads of the worker's CPU kernels (0: one for each core)")
@@ -170,7 +179,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("control_port", 0, 65535),
     ("max_requests_per_key", 0, 2**20),
     ("max_tokens_per_minute", 0, 2**31 - 1),
-    ("trace_ring", 0, 2**20),
+    ("trace_ring", 1, 2**20),
     ("head_timeout_s", 0.1, 3600),
     ("body_timeout_s", 0.1, 3600),
     ("write_timeout_s", 0.1, 86400),
@@ -185,6 +194,11 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_num_batched_tokens", 0, 2**20),
     ("chunked_prefill_size", -1, 2**20),
     ("plans_ahead", 0, 4),
+    ("max_schema_bytes", 64, 2**20),
+    ("max_schema_properties", 0, 2**20),
+    ("max_schema_depth", 1, 100),
+    ("grammar_timeout_s", 0.05, 3600),
+    ("grammar_memory_mb", 64, 2**20),
     ("num_threads", 0, 1024),
 )
 
@@ -202,6 +216,16 @@ def user_directory(variable: str, fallback: Path) -> Path:
     """A directory that the desktop conventions name in an XDG variable (`XDG_CACHE_HOME`), or the fallback."""
     path = Path(os.environ.get(variable, ""))
     return path if path.is_absolute() else fallback
+
+
+def client_api_key() -> str:
+    """The key that a command sends to a server, from the variable that OpenAI's own clients read; "" without one."""
+    return os.environ.get("OPENAI_API_KEY", "")
+
+
+def wants_no_color() -> bool:
+    """Whether the person asked every program for output without colours (https://no-color.org)."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
 def inherited_environment() -> dict[str, str]:
