@@ -4,35 +4,33 @@
 
 A parser knows how a model family writes tool calls and reasoning; a format knows how one API spells an answer. Neither
 knows the other, a socket or a clock. Every part is given once, in order; their texts joined are the answer's text, less
-the markup of tool calls and reasoning.
+the markup of tool calls and reasoning. The small things are msgspec structs: one is made for every chunk of text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
+
+import msgspec
 
 from services.tokenizer.api_error import ApiError
 from services.wire.messages import Finish
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(msgspec.Struct, frozen=True, gc=False):
     """Text for the user, not empty."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
+class Reasoning(msgspec.Struct, frozen=True, gc=False):
     """Text that the model thought aloud, not empty."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallStart:
+class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
     """The model begins call number `index` (from 0) of the function `name`; given once for each call."""
 
     index: int
@@ -40,8 +38,7 @@ class ToolCallStart:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallArguments:
+class ToolCallArguments(msgspec.Struct, frozen=True, gc=False):
     """More of the arguments of call `index`, as JSON text; the fragments joined are one JSON object."""
 
     index: int
@@ -51,33 +48,49 @@ class ToolCallArguments:
 Part: TypeAlias = Text | Reasoning | ToolCallStart | ToolCallArguments
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """One token's log-probability, and those of the likeliest at its place, best first; -inf is possible."""
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
+    """One token's log-probability, and those of the likeliest at its place, best first; -inf is possible.
+
+    `logprob` is None for the first token of a prompt: nothing comes before it.
+    """
 
     token_id: int
-    logprob: float
+    logprob: float | None
     top: Sequence[tuple[int, float]] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerDelta:
-    """What is new of one answer: its parts, the ids that they came from, and one `TokenLogprobs` an id if asked for."""
+class AnswerDelta(msgspec.Struct, frozen=True):
+    """What is new of one answer: its parts, the ids that they came from, and one `TokenLogprobs` an id if asked for.
+
+    Ids are there only if the request shows them. `prompt_logprobs` (one for each token of the prompt) comes at most
+    once, in the first delta of an answer; with `echo` that delta's `logprobs` are the prompt's too. `usage` is what was
+    used so far, if the request wants it in every chunk.
+    """
 
     parts: Sequence[Part]
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    usage: Mapping[str, object] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerEnd:
-    """How one answer ended. `stop` is the stop string or the stop id that ended it, None otherwise."""
+NOTHING = AnswerDelta(())
+
+
+class AnswerEnd(msgspec.Struct, frozen=True):
+    """How one answer ended.
+
+    `stop` is the stop string or the client's own stop id that ended it, None otherwise; `rest` holds the ids and
+    log-probabilities that no text followed, such as an end id's; `embedding` is the prompt's pooled hidden state
+    (little-endian float32) if that was asked for; `timings` come with the last answer of a request to end.
+    """
 
     finish: Finish
     has_tool_calls: bool = False
     stop: str | int | None = None
-    rest: AnswerDelta = AnswerDelta(())
-    """Ids and log-probabilities that no text followed, such as an end id's."""
+    rest: AnswerDelta = NOTHING
+    embedding: bytes = b""
+    timings: Mapping[str, object] | None = None
 
 
 class AnswerParser(Protocol):
@@ -90,11 +103,15 @@ class AnswerParser(Protocol):
         """What was held back: the answer has ended."""
 
 
+ParserFactory: TypeAlias = Callable[[], AnswerParser]
+"""Makes the parser of one answer of a request."""
+
+
 class AnswerFormat(Protocol):
     """One API's spelling of the answers of one request. Every method gives whole events, or nothing (b"")."""
 
     def opening(self, choice: int) -> bytes:
-        """The events before anything of an answer."""
+        """The events before anything of an answer; asked for once every answer of the request was admitted."""
 
     def delta(self, choice: int, delta: AnswerDelta) -> bytes:
         """The events for what is new."""

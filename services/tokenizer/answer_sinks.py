@@ -1,4 +1,4 @@
-"""Tokenizer process: the two ends of a request: a body made at the end, or events written as text comes.
+"""Tokenizer process: the two ends of a request: answers collected for a body, or events written as text comes.
 
 An event stream owns what its client has not taken yet. While the connection is blocked, text is merged per answer, so
 that a slow client gets fewer and larger events and nobody waits for it; what it may leave lying is bounded.
@@ -7,40 +7,44 @@ that a slow client gets fewer and larger events and nobody waits for it; what it
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.tokenizer.api_error import ApiError
-from services.tokenizer.sse import DONE, KEEP_ALIVE, ChunkWriter, error_event
-from services.wire.messages import Finish
+from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, AnswerFormat, TokenLogprobs
+from services.tokenizer.api_error import ApiError, internal_error
+from services.tokenizer.journal import AnswerNews, Ending
+from services.tokenizer.pending_answer import PendingAnswer
 
 MAX_PENDING_CHARACTERS = 1 << 20
 KEEP_ALIVE_S = 10.0
 
+logger = logging.getLogger(__name__)
+
 
 class CollectedAnswers:
-    """The texts of answers that are not streamed."""
+    """The answers of a request that is not streamed."""
 
-    def __init__(self, num_answers: int) -> None:
-        self._texts: list[list[str]] = [[] for _ in range(num_answers)]
-        self._num_open = num_answers
+    def __init__(self, answers: Sequence[PendingAnswer]) -> None:
+        self._answers = answers
+        self._endings: dict[int, Ending] = {}
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when every answer has ended; an ApiError when the request failed."""
 
-    @property
-    def texts(self) -> list[str]:
-        """The text of each answer so far."""
-        return ["".join(parts) for parts in self._texts]
+    def add(self, choice: int, news: AnswerNews) -> None:
+        """More of an answer."""
+        self._answers[choice].add(news)
 
-    def add(self, choice: int, text: str) -> None:
-        """More text."""
-        self._texts[choice].append(text)
+    def set_prompt(self, choice: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """The log-probabilities of an answer's prompt."""
+        self._answers[choice].set_prompt(logprobs)
 
-    def end(self, choice: int, finish: Finish) -> None:
+    def end(self, choice: int, ending: Ending) -> None:
         """One answer is complete."""
-        self._num_open -= 1
-        if not self._num_open and not self.done.done():
+        self._endings[choice] = ending
+        if len(self._endings) == len(self._answers) and not self.done.done():
             self.done.set_result(None)
 
     def fail(self, error: ApiError) -> None:
@@ -54,6 +58,17 @@ class CollectedAnswers:
 
     def keep_alive(self, now_s: float) -> None:
         """A body cannot begin before its status is known."""
+
+    def take(self, timings: Mapping[str, object] | None = None) -> tuple[list[list[AnswerDelta]], list[AnswerEnd]]:
+        """What each answer came in, and its end, once they are `done`; the last end has the timings."""
+        deltas: list[list[AnswerDelta]] = []
+        ends: list[AnswerEnd] = []
+        for choice, answer in enumerate(self._answers):
+            found = (answer.opening, answer.take_last())
+            deltas.append([delta for delta in found if delta is not None])
+            is_last = choice == len(self._answers) - 1
+            ends.append(answer.take_end(self._endings[choice], timings if is_last else None))
+        return deltas, ends
 
 
 class EventOutput(Protocol):
@@ -70,47 +85,77 @@ class EventOutput(Protocol):
         """Ends the connection at once."""
 
 
-class EventStream:
-    """The events of one streamed request, from the opening chunk to [DONE]."""
+def _no_usage() -> Mapping[str, object]:
+    return {}
 
-    def __init__(self, chunks: ChunkWriter, echoes: Sequence[str]) -> None:
+
+def _no_timings() -> Mapping[str, object] | None:
+    return None
+
+
+@dataclass
+class StreamOptions:
+    """What a stream tells beside its answers.
+
+    Attributes:
+        usage: The usage so far.
+        timings: The timings at the end; None for none.
+        has_continuous_usage: Whether every delta has the usage so far.
+    """
+
+    usage: Callable[[], Mapping[str, object]] = field(default=_no_usage)
+    timings: Callable[[], Mapping[str, object] | None] = field(default=_no_timings)
+    has_continuous_usage: bool = False
+
+
+class EventStream:
+    """The events of one streamed request, from the opening ones to the ending."""
+
+    def __init__(
+        self, answer_format: AnswerFormat, answers: Sequence[PendingAnswer], options: StreamOptions | None = None
+    ) -> None:
         """Nothing is written before `open`.
 
         Args:
-            chunks: Makes the events.
-            echoes: What each answer begins with, for most nothing.
+            answer_format: Makes the events.
+            answers: One for each answer.
+            options: What the stream tells beside them.
         """
-        self._chunks = chunks
-        self._texts: list[list[str]] = [[text] if text else [] for text in echoes]
-        self._finishes: dict[int, Finish] = {}
-        self._touched = {choice: None for choice, text in enumerate(echoes) if text}
-        self._num_open = len(echoes)
-        self._num_pending = 0
+        self.options = options or StreamOptions()
         self.failure: ApiError | None = None
         """The error that ends the stream."""
-        self._output: EventOutput | None = None
-        self._last_write_s = 0.0
-        self.usage: Callable[[], dict[str, object]] | None = None
-        """Gives the usage at the end, for a usage chunk; None for no such chunk."""
         self.done: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         """Done when the last event was handed over: None, or the error that the stream ended with."""
+        self._format = answer_format
+        self._answers = answers
+        self._endings: dict[int, Ending] = {}
+        self._touched = {choice: None for choice, answer in enumerate(answers) if answer.opening is not None}
+        self._num_open = len(answers)
+        self._num_pending = 0
+        self._output: EventOutput | None = None
+        self._last_write_s = 0.0
 
     def open(self, output: EventOutput) -> None:
         """The head of the response is out: events may follow."""
         self._output = output
         self._last_write_s = time.monotonic()  # the head counts: a completion's first chunk is its first token
-        self._write(b"".join(self._chunks.opening(choice) for choice in range(len(self._texts))))
+        self._write(b"".join(self._format.opening(choice) for choice in range(len(self._answers))))
         self.flush()
 
-    def add(self, choice: int, text: str) -> None:
-        """More text of an answer."""
-        self._texts[choice].append(text)
+    def add(self, choice: int, news: AnswerNews) -> None:
+        """More of an answer."""
+        self._answers[choice].add(news)
         self._touched[choice] = None
-        self._num_pending += len(text)
+        self._num_pending += len(news.text)
 
-    def end(self, choice: int, finish: Finish) -> None:
+    def set_prompt(self, choice: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """The log-probabilities of an answer's prompt: what waited for them can go out."""
+        self._answers[choice].set_prompt(logprobs)
+        self._touched[choice] = None
+
+    def end(self, choice: int, ending: Ending) -> None:
         """One answer is complete."""
-        self._finishes[choice] = finish
+        self._endings[choice] = ending
         self._touched[choice] = None
         self._num_open -= 1
 
@@ -142,27 +187,39 @@ class EventStream:
         output = self._output
         is_due = now_s - self._last_write_s >= KEEP_ALIVE_S
         if is_due and output is not None and not output.is_blocked and not self.done.done():
-            self._write(KEEP_ALIVE)
+            self._write(self._format.keep_alive())
 
     def _take_pending(self) -> bytes:
-        events: list[bytes] = []
-        for choice in self._touched:
-            texts = self._texts[choice]
-            if texts:
-                events.append(self._chunks.text(choice, texts[0] if len(texts) == 1 else "".join(texts)))
-                texts.clear()
-            finish = self._finishes.pop(choice, None)
-            if finish is not None:
-                events.append(self._chunks.finish(choice, finish))
-        self._touched.clear()
+        touched, self._touched = self._touched, {}
         self._num_pending = 0
-        return b"".join(events)
+        try:
+            return b"".join([self._events_of(choice) for choice in touched])
+        except Exception:  # a fault in a parser or a format is this request's own
+            self.failure = internal_error()
+            logger.exception("a stream breaks off: %s", self.failure.message)
+            return b""
+
+    def _events_of(self, choice: int) -> bytes:
+        answer = self._answers[choice]
+        events = b""
+        if answer.opening is not None and not answer.awaits_prompt:
+            opening, answer.opening = answer.opening, None
+            events = self._format.delta(choice, opening)
+        ending = self._endings.pop(choice, None) if self._endings else None
+        usage = self.options.usage() if self.options.has_continuous_usage else None
+        delta = answer.take(usage) if ending is None else answer.take_last(usage)
+        if delta is not None:
+            events += self._format.delta(choice, delta)
+        if ending is not None:
+            is_last = not self._num_open and not self._endings
+            timings = self.options.timings() if is_last else None
+            events += self._format.finish(choice, answer.take_end(ending, timings))
+        return events
 
     def _ending(self) -> bytes:
         if self.failure is not None:
-            return error_event(self.failure) + DONE
-        usage = self._chunks.usage(self.usage()) if self.usage is not None else b""
-        return usage + DONE
+            return self._format.error(self.failure)
+        return self._format.ending(self.options.usage())
 
     def _write(self, data: bytes) -> None:
         if data and self._output is not None:

@@ -15,6 +15,7 @@ import time
 from services.tokenizer.answer_sinks import CollectedAnswers
 from services.tokenizer.api_error import ApiError
 from services.tokenizer.backend_view import OK
+from services.tokenizer.pending_answer import PendingAnswer
 from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.submission import new_request_id
 from services.wire.columns import pack_int32
@@ -61,7 +62,7 @@ class Health:
 
     async def _run_probe(self) -> str:
         self.num_probes += 1
-        answer = CollectedAnswers(1)
+        answer = CollectedAnswers([PendingAnswer()])
         request = self._link.submit([_probe_submit()], answer, time.monotonic())
         try:
             async with asyncio.timeout(self._probe_limit_s):

@@ -13,9 +13,12 @@ Pure: no clock, no socket.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
-from services.wire.columns import split_by_counts, unpack_int32, unpack_request_ids
+from services.tokenizer.answer_parts import TokenLogprobs
+from services.wire.columns import split_by_counts, unpack_float32, unpack_int32, unpack_request_ids
 from services.wire.errors import ProtocolError
 from services.wire.messages import Finish, Submit, TextChunks
 
@@ -35,6 +38,24 @@ class ChunkRow(NamedTuple):
     finish: Finish
     completion_tokens: int
     cached_tokens: int
+    logprobs: Sequence[TokenLogprobs]
+    stop: str
+
+
+class AnswerNews(NamedTuple):
+    """What a row added to an answer: text, ids, and one `TokenLogprobs` an id if the request asked for them."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
+
+
+class Ending(NamedTuple):
+    """How an answer ended: `stop` is the stop string or the id that ended it, None for its length."""
+
+    finish: Finish
+    stop: str | int | None = None
+    embedding: bytes = b""
 
 
 class GapError(Exception):
@@ -43,19 +64,50 @@ class GapError(Exception):
 
 def chunk_rows(chunks: TextChunks) -> list[ChunkRow]:
     """The rows of a message (the wire has checked that its columns fit together)."""
+    counts = unpack_int32(chunks.counts)
+    finishes = [_FINISHES[value] for value in chunks.finishes]
+    stops = iter(chunks.stops)
     rows = zip(
         unpack_request_ids(chunks.request_ids),
         unpack_int32(chunks.attempts),
         unpack_int32(chunks.first_indexes),
-        split_by_counts(unpack_int32(chunks.token_ids), unpack_int32(chunks.counts)),
+        split_by_counts(unpack_int32(chunks.token_ids), counts),
         unpack_int32(chunks.text_offsets),
         chunks.texts,
-        [_FINISHES[value] for value in chunks.finishes],
+        finishes,
         unpack_int32(chunks.completion_tokens),
         unpack_int32(chunks.cached_tokens),
+        _logprobs_of(chunks, counts),
+        [next(stops) if finish is Finish.STOP_STRING else "" for finish in finishes],
         strict=True,
     )
     return [ChunkRow._make(row) for row in rows]
+
+
+def _logprobs_of(chunks: TextChunks, counts: list[int]) -> Iterable[Sequence[TokenLogprobs]]:
+    """The log-probabilities of each row; () for rows that did not ask for any."""
+    if not chunks.logprob_counts:
+        return repeat((), len(counts))
+    tokens = token_logprobs(chunks.logprob_counts, chunks.logprob_ids, chunks.logprobs)
+    rows: list[Sequence[TokenLogprobs]] = []
+    start = 0
+    for count in counts:
+        rows.append([token for token in tokens[start : start + count] if token is not None])
+        start += count
+    return rows
+
+
+def token_logprobs(counts: bytes, token_ids: bytes, logprobs: bytes) -> list[TokenLogprobs | None]:
+    """Columns of log-probabilities, cut: the token's own first, then the likeliest; None where a count is 0."""
+    ids, values = unpack_int32(token_ids), unpack_float32(logprobs)
+    found: list[TokenLogprobs | None] = []
+    start = 0
+    for count in unpack_int32(counts):
+        end = start + count
+        top = tuple(zip(ids[start + 1 : end], values[start + 1 : end], strict=True))
+        found.append(TokenLogprobs(ids[start], values[start], top) if count else None)
+        start = end
+    return found
 
 
 class JournalEntry:
@@ -66,9 +118,12 @@ class JournalEntry:
         "cached_tokens",
         "completion_tokens",
         "finish",
+        "first_token_s",
+        "last_token_s",
         "next_index",
         "next_text_offset",
         "output_token_ids",
+        "stop",
         "submit",
     )
 
@@ -82,6 +137,11 @@ class JournalEntry:
         self.completion_tokens = 0
         """What usage reports; known at the end."""
         self.cached_tokens = 0
+        self.stop = ""
+        """The stop string that ended it."""
+        self.first_token_s = 0.0
+        """When its first token came in; 0 as long as none has."""
+        self.last_token_s = 0.0
 
     @property
     def request_id(self) -> bytes:
@@ -89,44 +149,56 @@ class JournalEntry:
         return self.submit.request_id
 
     @property
+    def ending(self) -> Ending:
+        """How it ended, once it has."""
+        if self.finish is Finish.STOP_STRING:
+            return Ending(self.finish, self.stop)
+        return Ending(self.finish, self.output_token_ids[-1] if self.finish is Finish.STOP_TOKEN else None)
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.submit.prompt_token_ids) // 4
 
-    def take(self, row: ChunkRow) -> str | None:
+    def take(self, row: ChunkRow) -> AnswerNews | None:
         """Takes what is new in a row.
 
         Returns:
-            The new text, "" when only ids or a finish were new; None when nothing was (an older row, another attempt,
-            anything after the end).
+            What was new, perhaps only a finish; None when nothing was (an older row, another attempt, anything after
+            the end).
 
         Raises:
             GapError: something before this row is missing; nothing was taken.
             ProtocolError: the row contradicts itself or what was taken before; nothing was taken.
         """
-        _, attempt, first_index, token_ids, text_offset, text, finish, completion_tokens, cached_tokens = row
-        if attempt != self.attempt or self.finish is not Finish.NONE:
+        if row.attempt != self.attempt or self.finish is not Finish.NONE:
             return None
-        if first_index != self.next_index or text_offset != self.next_text_offset:
-            token_ids, text = self._new_part(row)
-        if finish is not Finish.NONE:
-            self.finish = finish
-            self.completion_tokens = completion_tokens
+        if row.logprobs and len(row.logprobs) != len(row.token_ids):
+            raise ProtocolError(f"{len(row.logprobs)} log-probabilities for {len(row.token_ids)} ids")
+        if row.first_index == self.next_index and row.text_offset == self.next_text_offset:
+            news = AnswerNews(row.text, row.token_ids, row.logprobs)
+        else:
+            news = self._new_part(row)
+        text, token_ids, _ = news
+        if row.finish is not Finish.NONE:
+            self.finish = row.finish
+            self.stop = row.stop
+            self.completion_tokens = row.completion_tokens
         elif not token_ids and not text:
             return None
         self.output_token_ids += token_ids
         self.next_index += len(token_ids)
         self.next_text_offset += len(text) if text.isascii() else len(text.encode())
-        self.cached_tokens = cached_tokens
-        return text
+        self.cached_tokens = row.cached_tokens
+        return news
 
-    def _new_part(self, row: ChunkRow) -> tuple[list[int], str]:
-        """The ids and the text of a row that lie above the cursors."""
+    def _new_part(self, row: ChunkRow) -> AnswerNews:
+        """What of a row lies above the cursors."""
         num_known_ids = self.next_index - row.first_index
         num_known_bytes = self.next_text_offset - row.text_offset
         if num_known_ids < 0 or num_known_bytes < 0:
             if row.finish in _BAD_ENDS:
-                return [], ""
+                return AnswerNews("", (), ())
             raise GapError
         if num_known_ids > len(row.token_ids) and row.finish is not Finish.NONE and row.finish not in _BAD_ENDS:
             raise ProtocolError(f"an answer ends {num_known_ids - len(row.token_ids)} ids below its cursor")
@@ -134,4 +206,4 @@ class JournalEntry:
             text = row.text.encode()[num_known_bytes:].decode()
         except UnicodeDecodeError:
             raise ProtocolError("a replayed text differs from the one before") from None
-        return row.token_ids[num_known_ids:], text
+        return AnswerNews(text, row.token_ids[num_known_ids:], row.logprobs[num_known_ids:])

@@ -69,11 +69,11 @@ class PromptMaker:
             else:
                 encoding = self._encoder.encode(item, add_special_tokens=body.add_special_tokens is not False)
                 token_ids = await _blamed_on(param, encoding)
-                prompts.append(self._prompt(token_ids, wanted, param, item if body.echo else None))
+                prompts.append(self._prompt(token_ids, wanted, param, item if body.echo else ""))
                 await asyncio.sleep(0)  # a thousand short texts are encoded on the loop: others get their turn
         return prompts
 
-    def _prompt(self, token_ids: Sequence[int], wanted: int | None, param: str, echo: str | None = None) -> Prompt:
+    def _prompt(self, token_ids: Sequence[int], wanted: int | None, param: str, echo: str = "") -> Prompt:
         if not token_ids:
             raise bad_field(param, "has no tokens")
         limit = answer_limit(len(token_ids), wanted, self._view.max_total_tokens, self._model, param)

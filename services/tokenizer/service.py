@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import socket
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -28,21 +27,28 @@ from services.model_files.source import ModelFiles, open_model
 from services.model_files.tokenizer import LoadedTokenizer, load_tokenizer
 from services.runtime.config import Settings
 from services.runtime.service import Process, StartError
+from services.tokenizer.access import Access, AccessSettings, read_access_settings, warning_of
 from services.tokenizer.api_error import ApiError, Code, unavailable
 from services.tokenizer.completions import Completions
-from services.tokenizer.http_api import HttpApi
-from services.tokenizer.http_connection import ConnectionLimits, HttpServer
-from services.tokenizer.instruments import HttpStatistics, TokenizerCollector
-from services.tokenizer.listener import bind_port
+from services.tokenizer.connection_limits import ConnectionLimits
+from services.tokenizer.cross_origin import CrossOrigin
+from services.tokenizer.doors import Doors, open_doors
+from services.tokenizer.generation import Generation
+from services.tokenizer.http_api import Gate, HttpApi
+from services.tokenizer.http_connection import HttpServer
+from services.tokenizer.instruments import HttpStatistics, RequestCollector, TokenizerCollector
+from services.tokenizer.key_budgets import KeyBudgets
+from services.tokenizer.otlp_endpoint import check_export
 from services.tokenizer.prompts import PromptMaker
 from services.tokenizer.request_limits import ServedModel
+from services.tokenizer.request_watch import RequestWatch, SpanSink
 from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.text_encoder import EncoderSettings, TextEncoder
+from services.tokenizer.trace_route import TraceRoute
 from services.wire.endpoints import is_ipc
 from services.wire.messages import State
 
 BALANCER_NOTICE_S = 2.0
-_BACKLOG = 1024
 _LAST_WORDS_S = 1.0  # with the next, less than the launcher waits for a tokenizer that is in haste
 _CUT_S = 0.2
 
@@ -60,21 +66,29 @@ class _Loaded:
 class TokenizerService:
     """The parts of the process and how they end."""
 
-    def __init__(self, process: Process, loaded: _Loaded, listeners: list[socket.socket]) -> None:
+    def __init__(self, process: Process, loaded: _Loaded, doors: Doors, access: AccessSettings) -> None:
         """Must be made inside a running event loop."""
         settings = process.settings
         self._process = process
-        self._listeners = listeners
+        self._doors = doors
         self._stopping = asyncio.Event()
         self._encoder = TextEncoder(loaded.tokenizer, _encoder_settings(settings, loaded.model))
         self._link = SchedulerLink(process)
+        self._spans = _span_export(process, loaded.model)
+        watch = _request_watch(settings, self._spans)
+        self._link.on_report = watch.take
+        limits = ConnectionLimits.of(settings)
+        gate = Gate(Access(access), CrossOrigin(settings.cors_origins), limits, watch)
         http = HttpStatistics()
         prompts = PromptMaker(loaded.model, self._encoder, self._link.view)
-        completions = Completions(settings, loaded.model, prompts, self._link, http)
-        self._api = HttpApi(process, loaded.model, completions, self._link, http)
-        limits = ConnectionLimits(settings.head_timeout_s, settings.write_timeout_s)
-        self._server = HttpServer(self._api.handle, limits, settings.max_body_bytes)
+        generation = Generation(loaded.model, self._link, http)
+        completions = Completions(settings, loaded.model, prompts, generation)
+        trace = TraceRoute(watch.ring, process.identity, doors.control_path)
+        self._api = HttpApi(process, loaded.model, completions, self._link, http, gate, trace)
+        self._server = HttpServer(self._api.handle, limits, gate.origins.headers)
+        self._control = HttpServer(self._api.handle, limits, gate.origins.headers, is_control=True)
         process.registry.register(TokenizerCollector(http, self._link, self._encoder, self._api.health))
+        process.registry.register(RequestCollector(watch, self._server.counts))
         self._notice_s = 0.0 if is_ipc(process.scheduler_endpoint()) else BALANCER_NOTICE_S
         self._loop = asyncio.get_running_loop()
         process.on_stop = self._stop_soon
@@ -87,11 +101,7 @@ class TokenizerService:
         Raises:
             HandshakeError: the scheduler does not let this process join.
         """
-        serving = [
-            await self._loop.create_server(self._server, sock=sock, backlog=_BACKLOG) for sock in self._listeners
-        ]
-        for sock in self._listeners:
-            logger.info("listening on %s", _url(sock))
+        serving = await self._doors.open(self._server, self._control)
         self._link.set_state(State.READY)
         link = asyncio.create_task(self._link.run())
         has_drained = False
@@ -105,6 +115,8 @@ class TokenizerService:
             self._api.health.close()
             self._link.close(has_drained)
             self._encoder.close()
+            if self._spans is not None:
+                await self._spans.close()
 
     def _stop_soon(self) -> None:
         """Called in a signal handler."""
@@ -119,7 +131,8 @@ class TokenizerService:
         for server in serving:
             server.close()
         await asyncio.sleep(0)  # what has arrived is handed to its handlers before idle connections are closed
-        self._server.close_idle()
+        for server in (self._server, self._control):
+            server.close_idle()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
                 await _unless_ended(link, self._api.idle.wait())
@@ -129,7 +142,7 @@ class TokenizerService:
         with contextlib.suppress(TimeoutError):  # connections take no more bytes once the server shuts down
             async with asyncio.timeout(_LAST_WORDS_S):
                 await _unless_ended(link, self._api.idle.wait())
-        await self._server.shutdown(_CUT_S)
+        await asyncio.gather(self._server.shutdown(_CUT_S), self._control.shutdown(_CUT_S))
 
 
 def _last_word(process: Process) -> ApiError:
@@ -152,21 +165,38 @@ async def _unless_ended(link: asyncio.Task[None], awaitable: Coroutine[Any, Any,
 
 def main(process: Process) -> None:
     """Binds the port, loads the tokenizer, then serves."""
-    listeners = bind_port(process.settings.host, process.settings.port)
-    try:
-        loaded = _load(process.settings)
-        gc.collect()
-        gc.freeze()  # the vocabulary lives as long as the process: no collection need look at it again
-        uvloop.run(_serve(process, loaded, listeners))
-    except ModelFileError as error:
-        raise StartError(str(error)) from error
-    finally:
-        for sock in listeners:
-            sock.close()
+    settings = process.settings
+    access = read_access_settings(settings)
+    if settings.otlp_endpoint:
+        check_export(settings.otlp_endpoint)
+    with open_doors(process) as doors:
+        warning = warning_of(settings, access)
+        if warning:
+            logger.warning("%s", warning)
+        try:
+            loaded = _load(settings)
+            gc.collect()
+            gc.freeze()  # the vocabulary lives as long as the process: no collection need look at it again
+            uvloop.run(_serve(process, loaded, doors, access))
+        except ModelFileError as error:
+            raise StartError(str(error)) from error
 
 
-async def _serve(process: Process, loaded: _Loaded, listeners: list[socket.socket]) -> None:
-    await TokenizerService(process, loaded, listeners).run()
+async def _serve(process: Process, loaded: _Loaded, doors: Doors, access: AccessSettings) -> None:
+    await TokenizerService(process, loaded, doors, access).run()
+
+
+def _request_watch(settings: Settings, spans: SpanSink | None) -> RequestWatch:
+    budgets = KeyBudgets(settings.max_requests_per_key, settings.max_tokens_per_minute)
+    return RequestWatch(settings.trace_ring, budgets, logs_requests=settings.log_requests, spans=spans)
+
+
+def _span_export(process: Process, model: ServedModel) -> SpanSink | None:
+    if not process.settings.otlp_endpoint:
+        return None
+    from services.tokenizer.span_export import SpanExport  # its packages are an optional extra
+
+    return SpanExport(process.settings.otlp_endpoint, process.identity, model.name)
 
 
 def _load(settings: Settings) -> _Loaded:
@@ -194,8 +224,3 @@ def _context_of(files: ModelFiles) -> int:
 def _encoder_settings(settings: Settings, model: ServedModel) -> EncoderSettings:
     template = Path(settings.chat_template) if settings.chat_template else None
     return EncoderSettings(model.context_tokens, chat_template=template)
-
-
-def _url(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -10,15 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.runtime.histogram import Histogram
+from services.tokenizer.answer_parts import TokenLogprobs
 from services.tokenizer.api_error import ApiError, finish_error, internal_error, refusal_error
-from services.tokenizer.journal import ChunkRow, GapError, JournalEntry, chunk_rows
+from services.tokenizer.journal import AnswerNews, ChunkRow, Ending, GapError, JournalEntry, chunk_rows
 from services.wire.columns import pack_int32, pack_request_ids
-from services.wire.messages import Abort, Acknowledge, Admitted, Finish, Refused, Resend, Submit, TextChunks
+from services.wire.messages import (
+    Abort,
+    Acknowledge,
+    Admitted,
+    Finish,
+    HopReport,
+    Refused,
+    Resend,
+    Role,
+    Submit,
+    TextChunks,
+)
 
 RESEND_AGAIN_S = 1.0
 MAX_RESENDS = 10
@@ -28,12 +41,15 @@ logger = logging.getLogger(__name__)
 
 
 class AnswerSink(Protocol):
-    """Where the text of a request's answers goes. Every call returns at once."""
+    """Where the answers of a request go. Every call returns at once."""
 
-    def add(self, choice: int, text: str) -> None:
-        """New text of one answer, not empty."""
+    def add(self, choice: int, news: AnswerNews) -> None:
+        """More of one answer."""
 
-    def end(self, choice: int, finish: Finish) -> None:
+    def set_prompt(self, choice: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """The log-probabilities of an answer's prompt, one for each of its tokens."""
+
+    def end(self, choice: int, ending: Ending) -> None:
         """One answer is complete: STOP_TOKEN, STOP_STRING or LENGTH."""
 
     def fail(self, error: ApiError) -> None:
@@ -62,12 +78,17 @@ class TableCounters:
 class OpenRequest:
     """One HTTP request (or probe) and its answers."""
 
-    __slots__ = ("admission", "entries", "received_s", "sink", "unadmitted")
+    __slots__ = ("admission", "admitted_s", "entries", "received_s", "reports", "sink", "submitted_s", "unadmitted")
 
     def __init__(self, entries: list[JournalEntry], sink: AnswerSink, received_s: float) -> None:
         self.entries = entries
         self.sink = sink
         self.received_s = received_s
+        self.submitted_s = time.monotonic()
+        self.admitted_s = 0.0
+        """When the last answer was admitted; 0 before."""
+        self.reports: dict[Role, HopReport] = {}
+        """What other processes told of its answers so far; the last word of each kind of process."""
         self.unadmitted = {entry.request_id for entry in entries}
         self.admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when every answer was admitted; an ApiError when one was refused or the request failed before that."""
@@ -76,6 +97,7 @@ class OpenRequest:
         """One answer was taken by the scheduler."""
         self.unadmitted.discard(request_id)
         if not self.unadmitted and not self.admission.done():
+            self.admitted_s = time.monotonic()
             self.admission.set_result(None)
 
     def fail(self, error: ApiError) -> None:
@@ -87,13 +109,12 @@ class OpenRequest:
 
 
 class _OpenAnswer:
-    __slots__ = ("asked_s", "choice", "entry", "last_chunk_s", "num_asks", "request")
+    __slots__ = ("asked_s", "choice", "entry", "num_asks", "request")
 
     def __init__(self, entry: JournalEntry, request: OpenRequest, choice: int) -> None:
         self.entry = entry
         self.request = request
         self.choice = choice
-        self.last_chunk_s = 0.0
         self.asked_s = 0.0
         self.num_asks = 0
 
@@ -232,14 +253,13 @@ class StreamTable:
     def _take_row(self, answer: _OpenAnswer, row: ChunkRow, now_s: float) -> None:
         entry, request = answer.entry, answer.request
         first_new_index = entry.next_index
-        text = entry.take(row)
-        if text is None:
+        news = entry.take(row)
+        if news is None:
             self.counters.old_rows += 1
             return
         if entry.next_index != first_new_index:
             self._count_tokens(answer, entry.next_index - first_new_index, now_s)
-        if text:
-            request.sink.add(answer.choice, text)
+        request.sink.add(answer.choice, news)
         if entry.finish is not Finish.NONE:
             self._end(answer)
 
@@ -247,7 +267,7 @@ class StreamTable:
         entry, request = answer.entry, answer.request
         error = finish_error(entry.finish)
         if error is None:
-            request.sink.end(answer.choice, entry.finish)
+            request.sink.end(answer.choice, entry.ending)
         else:
             logger.error("answer %s ended with %s: %s", entry.request_id.hex(), entry.finish.name, error.message)
             request.fail(error)
@@ -255,11 +275,12 @@ class StreamTable:
     def _count_tokens(self, answer: _OpenAnswer, num_tokens: int, now_s: float) -> None:
         entry = answer.entry
         self.counters.generation_tokens += num_tokens
-        if answer.last_chunk_s:
-            self.inter_token_s.observe(now_s - answer.last_chunk_s)
+        if entry.last_token_s:
+            self.inter_token_s.observe(now_s - entry.last_token_s)
         else:
             self.first_token_s.observe(now_s - answer.request.received_s)
-        answer.last_chunk_s = self.last_token_s = now_s
+            entry.first_token_s = now_s
+        entry.last_token_s = self.last_token_s = now_s
         self._unacknowledged[entry.request_id] = entry
         if self._gapped:
             self._gapped.pop(entry.request_id, None)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from services.tokenizer.openai_schema import SamplingBody
 from services.tokenizer.request_limits import ServedModel
 from services.wire.columns import REQUEST_ID_BYTES, pack_int32
-from services.wire.messages import SamplingParams, Submit, TextParams
+from services.wire.messages import PLAIN_PROMPT, Grammar, PromptParams, SamplingParams, Submit, TextParams
 
 _DEFAULT_TENANT = "default"
 Number = TypeVar("Number", int, float)
@@ -27,13 +27,15 @@ class Prompt:
 
     Attributes:
         token_ids: At least one.
-        max_tokens: How long its answers may get, at least 1.
-        text: What `echo` repeats; None for a prompt that came as ids or as messages.
+        max_tokens: How long its answers may get; 0 computes the prompt and nothing else.
+        text: What the answers begin with, as `echo` asks; "" for nothing.
+        asks: What is wanted of the prompt itself.
     """
 
     token_ids: Sequence[int]
     max_tokens: int
-    text: str | None = None
+    text: str = ""
+    asks: PromptParams = PLAIN_PROMPT
 
 
 def new_request_id() -> bytes:
@@ -41,24 +43,49 @@ def new_request_id() -> bytes:
     return secrets.token_bytes(REQUEST_ID_BYTES)
 
 
-def build_submits(body: SamplingBody, prompts: Sequence[Prompt], model: ServedModel) -> list[Submit]:
+@dataclass(frozen=True)
+class AnswersWanted:
+    """All answers of one request.
+
+    Attributes:
+        body: How they are drawn and where they end, checked; `n` is answers for each prompt.
+        prompts: At least one.
+        request_id: The id of the first answer, which its siblings share as `group_id`.
+        grammar: What each answer must be a sentence of.
+        shows_special_tokens: Whether a parser needs control tokens in the text, whatever the client asked.
+    """
+
+    body: SamplingBody
+    prompts: Sequence[Prompt]
+    request_id: bytes = field(default_factory=new_request_id)
+    grammar: Grammar | None = None
+    shows_special_tokens: bool = False
+
+    @property
+    def num_answers(self) -> int:
+        """Prompts times choices."""
+        return len(self.prompts) * self.body.num_choices
+
+
+def build_submits(wanted: AnswersWanted, model: ServedModel) -> list[Submit]:
     """The messages for all answers of a request, in the order of their indexes."""
+    body = wanted.body
     seed = secrets.randbits(63) if body.seed is None else body.seed
     text = TextParams(
         stop=body.stop_strings,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
-        skip_special_tokens=body.skip_special_tokens is not False,
+        skip_special_tokens=body.skip_special_tokens is not False and not wanted.shows_special_tokens,
         min_tokens=0,
     )
     end_token_ids = set() if body.ignore_eos else set(model.end_token_ids)
     stop_token_ids = pack_int32(sorted(end_token_ids.union(body.stop_token_ids or ())))
-    sampling = _sampling(body, model, seed)
+    sampling = [replace(one, grammar=wanted.grammar) for one in _sampling(body, model, seed)]
     submits: list[Submit] = []
-    for prompt in prompts:
+    for index, prompt in enumerate(wanted.prompts):
         # What no field asks for yet is constant: there are no keys, so one tenant and one cache; `priority`,
         # `cache_salt` and `timeout_s` are refused by name; every request is its first attempt, nothing answered before.
         first = Submit(
-            request_id=new_request_id(),
+            request_id=new_request_id() if index else wanted.request_id,
             attempt=0,
             prompt_token_ids=pack_int32(prompt.token_ids),
             output_token_ids=b"",
@@ -71,6 +98,7 @@ def build_submits(body: SamplingBody, prompts: Sequence[Prompt], model: ServedMo
             cache_root=b"",
             priority=0,
             deadline_ms=0,
+            prompt=prompt.asks,
         )
         first = replace(first, group_id=first.request_id)
         siblings = [replace(first, request_id=new_request_id(), sampling=one) for one in sampling[1:]]

@@ -81,7 +81,8 @@ def test_any_order_of_chunks_gives_each_id_and_byte_once(pieces: list[str], span
                 entry.take(item)
             assert (entry.next_index, entry.next_text_offset, entry.finish) == before
             continue
-        taken += entry.take(item) or ""
+        news = entry.take(item)
+        taken += news.text if news is not None else ""
         assert answer.text.startswith(taken)
         assert entry.output_token_ids == answer.ids[: entry.next_index]
         assert entry.next_text_offset == len(taken.encode())
@@ -94,7 +95,7 @@ def test_other_attempts_and_what_comes_after_the_end_are_dropped() -> None:
     entry = JournalEntry(new_submit())
     other = chunk_rows(chunk(entry.submit, 0, [7], 0, "x", attempt=1))[0]
     assert entry.take(other) is None
-    assert entry.take(row(entry, 0, [7], 0, "x", Finish.STOP_TOKEN)) == "x"
+    assert entry.take(row(entry, 0, [7], 0, "x", Finish.STOP_TOKEN)) == ("x", [7], ())
     assert entry.take(row(entry, 1, [8], 1, "y")) is None
     assert (entry.output_token_ids, entry.finish) == ([7], Finish.STOP_TOKEN)
 
@@ -102,8 +103,10 @@ def test_other_attempts_and_what_comes_after_the_end_are_dropped() -> None:
 @pytest.mark.parametrize("first_index", [0, 1, 5])
 def test_an_error_finish_is_taken_wherever_it_stands(first_index: int) -> None:
     entry = JournalEntry(new_submit())
-    assert entry.take(row(entry, 0, [7], 0, "é")) == "é"
-    assert entry.take(row(entry, first_index, [], 0, "", Finish.BACKEND_LOST)) == ""
+    assert entry.take(row(entry, 0, [7], 0, "é")) == ("é", [7], ())
+    news = entry.take(row(entry, first_index, [], 0, "", Finish.BACKEND_LOST))
+    assert news is not None
+    assert (news.text, list(news.token_ids)) == ("", [])
     assert entry.finish is Finish.BACKEND_LOST
     assert entry.output_token_ids == [7]
 

@@ -1,0 +1,191 @@
+"""Tokenizer process: how every route gets its answers: submit, be admitted, stream or collect, close whatever comes.
+
+    AnswersWanted -> Submit ... Admitted -> status line -> deltas -> end -> body, or the last event
+                             '-- Refused: its status     client gone: Abort, at once
+
+A route checks its request, encodes its prompts and brings a format; what happens between is here and the same for all.
+Nothing of an answer is written before every choice was admitted: a refusal is an HTTP status. Whatever ends a handler
+(an error, the client's leaving, the end of the process) closes the request, and closing aborts what has not ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from aiohttp import HttpVersion11, web
+
+from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, AnswerFormat, ParserFactory
+from services.tokenizer.answer_sinks import CollectedAnswers, EventStream, StreamOptions
+from services.tokenizer.api_error import ApiError, Code
+from services.tokenizer.http_connection import SERVER_NAME, ChunkedOutput, ClientConnection
+from services.tokenizer.instruments import HttpStatistics
+from services.tokenizer.openai_schema import SamplingBody
+from services.tokenizer.pending_answer import PendingAnswer
+from services.tokenizer.request_limits import ServedModel, check_token_ids
+from services.tokenizer.request_record import present_record
+from services.tokenizer.scheduler_link import SchedulerLink
+from services.tokenizer.sse import EVENT_STREAM_HEADERS
+from services.tokenizer.stream_table import OpenRequest
+from services.tokenizer.submission import AnswersWanted, build_submits
+from services.tokenizer.usage import usage_of
+
+
+@dataclass(frozen=True)
+class GenerationCall:
+    """A request for answers that has been understood.
+
+    Attributes:
+        request: The client's.
+        wanted: The answers.
+        format: How they are spelled.
+        is_streamed: Events, or one body.
+        headers: Those of the response that are the route's.
+        received_s: When the request came, by `time.monotonic`.
+        parsers: Makes the parser of each answer; None gives texts as they are.
+        prompt_param: The field that the prompt came in, for errors.
+    """
+
+    request: web.BaseRequest
+    wanted: AnswersWanted
+    format: AnswerFormat
+    is_streamed: bool
+    headers: Mapping[str, str]
+    received_s: float
+    parsers: ParserFactory | None = None
+    prompt_param: str = "prompt"
+
+
+@dataclass(frozen=True)
+class FinishedAnswers:
+    """All answers of a request, complete: for each its deltas and its end, and the usage of all."""
+
+    answers: Sequence[Sequence[AnswerDelta]]
+    ends: Sequence[AnswerEnd]
+    usage: Mapping[str, object]
+
+
+class Generation:
+    """Gets answers for the routes of one process."""
+
+    def __init__(self, model: ServedModel, link: SchedulerLink, http: HttpStatistics) -> None:
+        self._model = model
+        self._link = link
+        self._http = http
+
+    def refuse_if_unavailable(self) -> None:
+        """To be called before a body is read: much is refused by the load alone.
+
+        Raises:
+            ApiError: 503: starting, draining, full.
+        """
+        error = self._link.ended or self._link.view.refusal(time.monotonic())
+        if error is not None:
+            raise error
+
+    def check_against_model(self, body: SamplingBody) -> None:
+        """What only the model can tell of a body.
+
+        Raises:
+            ApiError: 404 for another model; 400 naming the field for ids that it does not have.
+        """
+        if body.model is not None and body.model != self._model.name:
+            raise model_not_found(body.model)
+        check_token_ids(body.stop_token_ids or (), self._model, "stop_token_ids")
+
+    async def answer(self, call: GenerationCall) -> web.StreamResponse:
+        """The response to a request: a body, or a stream that is written when this returns.
+
+        Raises:
+            ApiError: it is refused, or fails before its first byte.
+        """
+        try:
+            if call.is_streamed:
+                return await self._stream(call)
+            finished = await self.collect(call.wanted, call.received_s, call.parsers)
+            body = call.format.body(finished.answers, finished.ends, finished.usage)
+            return web.Response(body=body, content_type="application/json", headers=call.headers)
+        except ApiError as error:
+            if error.param == "prompt":  # the scheduler knows prompts only
+                error.param = call.prompt_param
+            raise
+        finally:
+            self._http.request_s.observe(time.monotonic() - call.received_s)
+
+    async def collect(
+        self, wanted: AnswersWanted, received_s: float, parsers: ParserFactory | None = None
+    ) -> FinishedAnswers:
+        """The answers themselves, when all have ended; for routes whose bodies are no answers.
+
+        Raises:
+            ApiError: the request is refused, or fails.
+        """
+        answers = CollectedAnswers(_pending(wanted, parsers))
+        opened = self._open(wanted, answers, received_s)
+        try:
+            await opened.admission
+            await answers.done
+        finally:
+            self._link.close_request(opened)
+        deltas, ends = answers.take()
+        return FinishedAnswers(deltas, ends, self._usage(opened, wanted)())
+
+    async def _stream(self, call: GenerationCall) -> web.StreamResponse:
+        events = EventStream(call.format, _pending(call.wanted, call.parsers))
+        opened = self._open(call.wanted, events, call.received_s)
+        events.options = StreamOptions(usage=self._usage(opened, call.wanted))
+        try:
+            await opened.admission
+            if events.failure is not None:  # nothing is written yet: it can still be a status
+                raise events.failure
+            return await self._write_events(call, events)
+        finally:
+            self._link.close_request(opened)
+
+    def _open(self, wanted: AnswersWanted, sink: CollectedAnswers | EventStream, received_s: float) -> OpenRequest:
+        self.refuse_if_unavailable()  # much may have happened while a long prompt was encoded
+        for prompt in wanted.prompts:
+            self._http.prompt_tokens.observe(len(prompt.token_ids))
+        record = present_record()
+        opened = self._link.submit(build_submits(wanted, self._model, record.tenant), sink, received_s)
+        record.opened(opened)
+        return opened
+
+    def _usage(self, opened: OpenRequest, wanted: AnswersWanted) -> Callable[[], Mapping[str, object]]:
+        return lambda: usage_of(opened.entries, wanted.body.num_choices)
+
+    async def _write_events(self, call: GenerationCall, events: EventStream) -> web.StreamResponse:
+        """Hands the connection to the stream; its chunks are written by the loop that receives them."""
+        connection = call.request.protocol
+        assert isinstance(connection, ClientConnection)
+        response = web.StreamResponse(headers={**EVENT_STREAM_HEADERS, "Server": SERVER_NAME, **call.headers})
+        if self._link.view.is_draining:
+            response.force_close()
+        await response.prepare(call.request)
+        call.request.writer.send_headers()
+        self._http.num_open_streams += 1
+        try:
+            connection.on_writable = events.flush
+            events.open(ChunkedOutput(connection, is_chunked=call.request.version >= HttpVersion11))
+            if await events.done is not None:
+                response.force_close()
+            await response.write_eof()
+        finally:
+            self._http.num_open_streams -= 1
+        return response
+
+
+def model_not_found(name: str) -> ApiError:
+    """A 404 for a model that is not served."""
+    return ApiError(404, f"the model {name[:256]!r} does not exist", code=Code.MODEL_NOT_FOUND, param="model")
+
+
+def _pending(wanted: AnswersWanted, parsers: ParserFactory | None) -> list[PendingAnswer]:
+    """One for each answer, in their order."""
+    stop_ids = frozenset(wanted.body.stop_token_ids or ())
+    return [
+        PendingAnswer(prompt.text, parsers() if parsers is not None else None, stop_ids=stop_ids)
+        for prompt in wanted.prompts
+        for _ in range(wanted.body.num_choices)
+    ]

@@ -1,0 +1,121 @@
+"""Tokenizer process: what came of one answer and was not handed on yet. Pure.
+
+Ids and log-probabilities go out with the next part of their answer, or with its end: text that is withheld withholds
+them. An answer that opens with its prompt's log-probabilities withholds everything until these are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from services.tokenizer.answer_parts import (
+    NOTHING,
+    AnswerDelta,
+    AnswerEnd,
+    AnswerParser,
+    Part,
+    Text,
+    TokenLogprobs,
+    ToolCallStart,
+)
+from services.tokenizer.journal import AnswerNews, Ending
+
+
+class PendingAnswer:
+    """One answer between the journal and a format."""
+
+    __slots__ = (
+        "_echo",
+        "_echoes_logprobs",
+        "_has_tool_calls",
+        "_keeps_ids",
+        "_logprobs",
+        "_parser",
+        "_stop_ids",
+        "_texts",
+        "_token_ids",
+        "awaits_prompt",
+        "opening",
+    )
+
+    def __init__(
+        self,
+        echo: str = "",
+        parser: AnswerParser | None = None,
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+        keeps_ids: bool = False,
+        awaits_prompt: bool = False,
+        echoes_logprobs: bool = False,
+    ) -> None:
+        """Nothing has come.
+
+        Args:
+            echo: What the answer begins with, for most nothing.
+            parser: Makes parts of the text; None gives it as it is.
+            stop_ids: The client's own stop ids: the end tells which of them it was.
+            keeps_ids: Whether the format shows ids.
+            awaits_prompt: Whether the prompt's log-probabilities come first.
+            echoes_logprobs: Whether these are entries of the answer too, as its echo is text of it.
+        """
+        self._echo = echo
+        self._parser = parser
+        self._stop_ids = stop_ids
+        self._keeps_ids = keeps_ids
+        self._echoes_logprobs = echoes_logprobs
+        self.awaits_prompt = awaits_prompt
+        self.opening = AnswerDelta((Text(echo),)) if echo and not awaits_prompt else None
+        """What comes before everything else, until it was handed on."""
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._has_tool_calls = False
+
+    def add(self, news: AnswerNews) -> None:
+        """More of the answer."""
+        if news.text:
+            self._texts.append(news.text)
+        if self._keeps_ids:
+            self._token_ids += news.token_ids
+        if news.logprobs:
+            self._logprobs += news.logprobs
+
+    def set_prompt(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """The prompt's log-probabilities, one for each token."""
+        self.awaits_prompt = False
+        parts = (Text(self._echo),) if self._echo else ()
+        self.opening = AnswerDelta(parts, (), logprobs if self._echoes_logprobs else (), logprobs)
+
+    def take(self, usage: Mapping[str, object] | None = None) -> AnswerDelta | None:
+        """What can be shown now; None for nothing."""
+        texts = self._texts
+        if not texts or self.awaits_prompt:
+            return None
+        text = texts[0] if len(texts) == 1 else "".join(texts)
+        texts.clear()
+        return self._delta((Text(text),) if self._parser is None else self._parser.feed(text), usage)
+
+    def take_last(self, usage: Mapping[str, object] | None = None) -> AnswerDelta | None:
+        """What can be shown now that nothing more will come."""
+        if self._parser is None:
+            return self.take(usage)
+        text = "".join(self._texts)
+        self._texts.clear()
+        return self._delta([*(self._parser.feed(text) if text else ()), *self._parser.finish()], usage)
+
+    def take_end(self, ending: Ending, timings: Mapping[str, object] | None = None) -> AnswerEnd:
+        """The end, after `take_last`, with what no part was left to show."""
+        rest = AnswerDelta((), self._token_ids, self._logprobs) if self._token_ids or self._logprobs else NOTHING
+        stop = ending.stop if isinstance(ending.stop, str) or ending.stop in self._stop_ids else None
+        return AnswerEnd(ending.finish, self._has_tool_calls, stop, rest, ending.embedding, timings)
+
+    def _delta(self, parts: Sequence[Part], usage: Mapping[str, object] | None) -> AnswerDelta | None:
+        if not parts:
+            return None
+        if self._parser is not None and any(type(part) is ToolCallStart for part in parts):
+            self._has_tool_calls = True
+        if not self._token_ids and not self._logprobs and usage is None:  # nearly always
+            return AnswerDelta(parts)
+        token_ids, self._token_ids = self._token_ids, []
+        logprobs, self._logprobs = self._logprobs, []
+        return AnswerDelta(parts, token_ids, logprobs, (), usage)
