@@ -20,9 +20,9 @@ request_of_task: ContextVar[str] = ContextVar("request_of_task", default="")
 """The request that the present task works for; lines that it logs carry it."""
 
 
-def about(request_id: bytes | str) -> dict[str, str]:
-    """What makes a log line one about a request: pass it as `extra`."""
-    return {"request_id": request_id.hex() if isinstance(request_id, bytes) else request_id}
+def about(request_id: bytes | str, **fields: object) -> dict[str, object]:
+    """What makes a log line one about a request: pass it as `extra`. The fields are keys of the JSON line too."""
+    return {"request_id": request_id.hex() if isinstance(request_id, bytes) else request_id, "fields": fields}
 
 
 def set_up_logging(identity: Identity, level: str, log_format: str) -> None:
@@ -58,10 +58,16 @@ class _JsonFormatter(logging.Formatter):
         self._who = {"role": str(identity.role), "instance": identity.instance}
 
     def format(self, record: logging.LogRecord) -> str:
-        entry = {"time": _clock(record), "level": record.levelname.lower(), **self._who, "event": record.getMessage()}
+        entry: dict[str, object] = {
+            "time": _clock(record),
+            "level": record.levelname.lower(),
+            **self._who,
+            "event": record.getMessage(),
+        }
         request = _request_of(record)
         if request:
             entry["request_id"] = request
+        entry |= {name: value for name, value in getattr(record, "fields", {}).items() if name not in entry}
         if record.exc_info:
             entry["trace"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=True)

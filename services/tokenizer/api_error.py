@@ -27,6 +27,7 @@ class Code(StrEnum):
     NO_CHAT_TEMPLATE = "no_chat_template"
     INVALID_JSON = "invalid_json"
     INVALID_HTTP = "invalid_http"
+    INVALID_API_KEY = "invalid_api_key"
     NOT_FOUND = "not_found"
     MODEL_NOT_FOUND = "model_not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
@@ -36,6 +37,8 @@ class Code(StrEnum):
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     EXPECTATION_FAILED = "expectation_failed"
     HEADERS_TOO_LARGE = "headers_too_large"
+    RATE_LIMIT_EXCEEDED = "rate_limit_exceeded"
+    TOO_MANY_CONNECTIONS = "too_many_connections"
     INTERNAL_ERROR = "internal_error"
     NUMERICAL_ERROR = "numerical_error"
     STARTING = "starting"
@@ -102,6 +105,8 @@ class ApiError(Exception):
             headers["Retry-After"] = str(self.retry_after_s)
         if self.allow:
             headers["Allow"] = self.allow
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         return headers
 
 

@@ -106,6 +106,10 @@ def test_a_line_about_a_request_carries_its_id(capsys: pytest.CaptureFixture[str
     logger.info("nobody's")
     ids = [json.loads(line).get("request_id") for line in lines(capsys)]
     assert ids == ["000102030405060708090a0b0c0d0e0f", "chatcmpl-1", "chatcmpl-2", None]
+    logger.info("ended", extra=about("chatcmpl-1", status=200, ttft_ms=None, event="forged"))
+    [line] = lines(capsys)
+    entry = json.loads(line)
+    assert (entry["status"], entry["ttft_ms"], entry["event"]) == (200, None, "ended")
     set_up_logging(IDENTITY, "info", "text")
     logger.info("row failed", extra=about("chatcmpl-3\n"))
     [line] = lines(capsys)
