@@ -12,11 +12,12 @@ from aiohttp import web
 
 from services.runtime.config import Settings
 from services.tokenizer.chat_format import ChatFormat
+from services.tokenizer.chat_requests import ChatRequests
 from services.tokenizer.completion_format import CompletionFormat
 from services.tokenizer.generation import Generation, GenerationCall
 from services.tokenizer.http_body import read_json_body
 from services.tokenizer.openai_chunks import AnswerHead
-from services.tokenizer.openai_schema import Ignored, parse_chat, parse_completion
+from services.tokenizer.openai_schema import Ignored, parse_completion
 from services.tokenizer.prompts import PromptMaker
 from services.tokenizer.request_limits import ServedModel
 from services.tokenizer.submission import AnswersWanted
@@ -25,10 +26,13 @@ from services.tokenizer.submission import AnswersWanted
 class Completions:
     """POST /v1/chat/completions and /v1/completions."""
 
-    def __init__(self, settings: Settings, model: ServedModel, prompts: PromptMaker, generation: Generation) -> None:
+    def __init__(
+        self, settings: Settings, model: ServedModel, prompts: PromptMaker, chats: ChatRequests, generation: Generation
+    ) -> None:
         self._settings = settings
         self._model = model
         self._prompts = prompts
+        self._chats = chats
         self._generation = generation
 
     async def chat(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -39,20 +43,17 @@ class Completions:
         """
         received_s = time.monotonic()
         self._generation.refuse_if_unavailable()
-        body, ignored = parse_chat(await read_json_body(request, self._settings), self._settings)
-        self._generation.check_against_model(body)
-        prompt = await self._prompts.chat(body)
-        ignored = ignored.with_dropped(await self._prompts.dropped_keys(body), self._settings)
-        wanted = AnswersWanted(body, [prompt])
-        head = self._head("chatcmpl", wanted)
+        chat = await self._chats.understand(await read_json_body(request, self._settings))
+        head = self._head("chatcmpl", chat.wanted)
         return await self._generation.answer(
             GenerationCall(
                 request=request,
-                wanted=wanted,
-                format=ChatFormat(head, wanted.num_answers),
-                is_streamed=bool(body.stream),
-                headers=answer_headers(head.answer_id, ignored),
+                wanted=chat.wanted,
+                format=ChatFormat(head, chat.wanted.num_answers),
+                is_streamed=bool(chat.body.stream),
+                headers=answer_headers(head.answer_id, chat.ignored),
                 received_s=received_s,
+                parsers=chat.parsers,
                 prompt_param="messages",
             )
         )

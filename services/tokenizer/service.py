@@ -29,6 +29,7 @@ from services.runtime.config import Settings
 from services.runtime.service import Process, StartError
 from services.tokenizer.access import Access, AccessSettings, read_access_settings, warning_of
 from services.tokenizer.api_error import ApiError, Code, unavailable
+from services.tokenizer.chat_requests import ChatRequests
 from services.tokenizer.completions import Completions
 from services.tokenizer.connection_limits import ConnectionLimits
 from services.tokenizer.cross_origin import CrossOrigin
@@ -82,7 +83,8 @@ class TokenizerService:
         http = HttpStatistics()
         prompts = PromptMaker(loaded.model, self._encoder, self._link.view)
         generation = Generation(loaded.model, self._link, http)
-        completions = Completions(settings, loaded.model, prompts, generation)
+        chats = ChatRequests(settings, prompts, generation)
+        completions = Completions(settings, loaded.model, prompts, chats, generation)
         trace = TraceRoute(watch.ring, process.identity, doors.control_path)
         self._api = HttpApi(process, loaded.model, completions, self._link, http, gate, trace)
         self._server = HttpServer(self._api.handle, limits, gate.origins.headers)
