@@ -41,8 +41,31 @@ class PromptMaker:
         Raises:
             ApiError: 400 naming the field, 503 when too many long texts wait.
         """
-        token_ids = await _blamed_on("messages", self._encoder.encode_chat(_conversation(body)))
-        return self._prompt(token_ids, body.wanted_tokens, "messages")
+        return self.fitting(await self.chat_ids(body), body.wanted_tokens, "messages")
+
+    async def chat_ids(self, body: ChatBody) -> list[int]:
+        """The ids of a conversation, whether they fit or not.
+
+        Raises:
+            ApiError: 400 naming the field, 503 when too many long texts wait.
+        """
+        return await _blamed_on("messages", self._encoder.encode_chat(_conversation(body)))
+
+    async def chat_text(self, body: ChatBody) -> str:
+        """The text of which `chat_ids` are the ids, control tokens spelled out, for people to read.
+
+        Raises:
+            ApiError: as `chat_ids`.
+        """
+        return await _blamed_on("messages", self._encoder.render_chat(_conversation(body)))
+
+    async def text_ids(self, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a raw prompt, whether they fit or not.
+
+        Raises:
+            ApiError: 400 naming the field, 503 when too many long texts wait.
+        """
+        return await _blamed_on(param, self._encoder.encode(text, add_special_tokens=add_special_tokens))
 
     async def dropped_keys(self, body: ChatBody) -> list[str]:
         """What of a conversation that could be encoded the template did not show: places such as `messages[].NAME`.
@@ -65,15 +88,20 @@ class PromptMaker:
             param = "prompt" if len(items) == 1 else f"prompt[{index}]"
             if not isinstance(item, str):
                 check_token_ids(item, self._model, param)
-                prompts.append(self._prompt(item, wanted, param))
+                prompts.append(self.fitting(item, wanted, param))
             else:
-                encoding = self._encoder.encode(item, add_special_tokens=body.add_special_tokens is not False)
-                token_ids = await _blamed_on(param, encoding)
-                prompts.append(self._prompt(token_ids, wanted, param, item if body.echo else ""))
+                add_special_tokens = body.add_special_tokens is not False
+                token_ids = await self.text_ids(item, param, add_special_tokens=add_special_tokens)
+                prompts.append(self.fitting(token_ids, wanted, param, item if body.echo else ""))
                 await asyncio.sleep(0)  # a thousand short texts are encoded on the loop: others get their turn
         return prompts
 
-    def _prompt(self, token_ids: Sequence[int], wanted: int | None, param: str, echo: str = "") -> Prompt:
+    def fitting(self, token_ids: Sequence[int], wanted: int | None, param: str, echo: str = "") -> Prompt:
+        """A prompt of these ids, with as much room behind it as is wanted and there.
+
+        Raises:
+            ApiError: 400 naming the field: no ids, or too many.
+        """
         if not token_ids:
             raise bad_field(param, "has no tokens")
         limit = answer_limit(len(token_ids), wanted, self._view.max_total_tokens, self._model, param)

@@ -54,17 +54,17 @@ def answer_limit(
 
     Args:
         num_prompt_tokens: At least 1.
-        wanted: None for as many as fit.
+        wanted: None for as many as fit; 0 when only the prompt is to be computed, which may then fill the context.
         max_total_tokens: Most tokens of prompt + answer, by the context and the KV pool of the present workers.
         model: The context.
         param: The field that the prompt came in.
 
     Raises:
-        ApiError: 400 `context_length_exceeded`: no room for a single token behind the prompt.
+        ApiError: 400 `context_length_exceeded`: no room for a single token behind the prompt, or for the prompt itself.
     """
     fits = min(max_total_tokens, model.context_tokens)
     room = fits - num_prompt_tokens
-    if room < 1:
+    if room < (0 if wanted == 0 else 1):
         limit = (
             f"the context is {model.context_tokens} tokens"
             if fits == model.context_tokens
