@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
@@ -21,9 +21,8 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from services.tokenizer.api_error import ApiError, Code
+from services.tokenizer.connection_limits import ConnectionCounts, ConnectionLimits
 
-MAX_HEADERS = 64
-MAX_HEADER_BYTES = 8 * 1024
 IDLE_S = 75.0  # longer than the usual proxies keep a connection to us, or they would meet a closed one
 SERVER_NAME = "tokenway"
 _STALL_CHECKS = 4
@@ -32,18 +31,24 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """How long a client may take; seconds."""
+ResponseHeaders = Callable[[web.BaseRequest], Mapping[str, str]]
 
-    head_timeout_s: float
-    write_timeout_s: float
+
+class ClientRequest(web.BaseRequest):
+    """A request whose response gets the headers that every response to it needs, however it is made."""
+
+    response_headers: Mapping[str, str] = MappingProxyType({})
+
+    async def _prepare_hook(self, response: web.StreamResponse) -> None:
+        response.headers.update(self.response_headers)
 
 
 class ClientConnection(RequestHandler):
     """One connection."""
 
     __slots__ = (
+        "_address",
+        "_counts",
         "_has_received",
         "_head_timer",
         "_is_last_request",
@@ -51,21 +56,34 @@ class ClientConnection(RequestHandler):
         "_newest_body",
         "_stall_timer",
         "has_open_request",
+        "is_control",
         "on_writable",
     )
 
-    def __init__(self, manager: web.Server, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> None:
+    def __init__(
+        self,
+        manager: web.Server,
+        loop: asyncio.AbstractEventLoop,
+        limits: ConnectionLimits,
+        counts: ConnectionCounts,
+        is_control: bool,
+    ) -> None:
         super().__init__(
             manager,
             loop=loop,
             keepalive_timeout=IDLE_S,
             auto_decompress=False,  # a compressed body is refused by its header
             access_log=None,  # type: ignore[arg-type]  # None is aiohttp's own way to switch it off
-            max_line_size=MAX_HEADER_BYTES,
-            max_field_size=MAX_HEADER_BYTES,
-            max_headers=MAX_HEADERS,
+            max_line_size=limits.max_header_bytes,
+            max_field_size=limits.max_header_bytes,
+            max_headers=limits.max_headers,
         )
         self._limits = limits
+        self._counts = counts
+        self._address = ""
+        """Whose count this connection is in; "" for none."""
+        self.is_control = is_control
+        """Whether it came over the control listener."""
         self.has_open_request = False
         """Whether a request is being answered."""
         self._has_received = False
@@ -92,12 +110,25 @@ class ClientConnection(RequestHandler):
         self._is_last_request = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has connected: the first head is awaited."""
+        """A client has connected: the first head is awaited, unless there are too many of them."""
         super().connection_made(transport)
-        self._await_head()
+        peer = transport.get_extra_info("peername")
+        problem = ""
+        if isinstance(peer, tuple):
+            self._address = str(peer[0])
+            problem = self._counts.enter(self._address)
+        if problem and self.transport is not None:
+            error = ApiError(503, problem, code=Code.TOO_MANY_CONNECTIONS, retry_after_s=1)
+            self.transport.write(_raw_response(error, "Service Unavailable"))
+            self.force_close()
+        else:
+            self._await_head()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """The client is gone; a running handler is cancelled."""
+        if self._address:
+            self._counts.leave(self._address)
+            self._address = ""
         self._cancel_head_timer()
         self._cancel_stall_timer()
         self.on_writable = None
@@ -179,7 +210,7 @@ class ClientConnection(RequestHandler):
         self._head_timer = None
         if self._has_received and self.transport is not None:
             error = ApiError(408, "the head of the request did not arrive in time", code=Code.REQUEST_TIMEOUT)
-            self.transport.write(_raw_response(error))
+            self.transport.write(_raw_response(error, "Request Timeout"))
         self.force_close()
 
     def _cancel_head_timer(self) -> None:
@@ -221,15 +252,27 @@ class ClientConnection(RequestHandler):
 class HttpServer(web.Server):
     """Makes connections; handlers are cancelled when their client leaves."""
 
-    def __init__(self, handler: Handler, limits: ConnectionLimits, max_body_bytes: int) -> None:
+    def __init__(
+        self, handler: Handler, limits: ConnectionLimits, response_headers: ResponseHeaders, *, is_control: bool = False
+    ) -> None:
+        """Inside a running event loop.
+
+        Args:
+            handler: Answers every request.
+            limits: What clients may do.
+            response_headers: What every response to a request has to carry.
+            is_control: Whether this is the control listener.
+        """
         super().__init__(handler, request_factory=self._new_request, handler_cancellation=True)
+        self.counts = ConnectionCounts(limits)
         self._limits = limits
-        self._max_body_bytes = max_body_bytes
+        self._response_headers = response_headers
+        self._is_control = is_control
         self._own_loop = asyncio.get_running_loop()
 
     def __call__(self) -> ClientConnection:
         """A connection's protocol."""
-        return ClientConnection(self, self._own_loop, self._limits)
+        return ClientConnection(self, self._own_loop, self._limits, self.counts, self._is_control)
 
     def close_idle(self) -> None:
         """Closes the connections that nobody uses now, and lets the others end with their present request."""
@@ -247,9 +290,11 @@ class HttpServer(web.Server):
         writer: AbstractStreamWriter,
         task: asyncio.Task[None],
     ) -> web.BaseRequest:
-        return web.BaseRequest(
-            message, payload, protocol, writer, task, self._own_loop, client_max_size=self._max_body_bytes
+        request = ClientRequest(
+            message, payload, protocol, writer, task, self._own_loop, client_max_size=self._limits.max_body_bytes
         )
+        request.response_headers = self._response_headers(request)
+        return request
 
 
 class ChunkedOutput:
@@ -294,7 +339,8 @@ def _head_error(exc: BaseException | None, message: str | None) -> ApiError:
     return ApiError(400, "the request is not valid HTTP", code=Code.INVALID_HTTP)
 
 
-def _raw_response(error: ApiError) -> bytes:
+def _raw_response(error: ApiError, reason: str) -> bytes:
     body = error.body()
-    head = f"HTTP/1.1 {error.status} Request Timeout\r\nContent-Type: application/json\r\n"
+    head = f"HTTP/1.1 {error.status} {reason}\r\nContent-Type: application/json\r\n"
+    head += "".join(f"{name}: {value}\r\n" for name, value in error.headers().items())
     return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.runtime.histogram import Histogram
+from services.runtime.histogram import REQUEST_BOUNDS_S, TOKEN_BOUNDS, Histogram, labelled_family
 from services.runtime.metrics import PREFIX
+from services.tokenizer.connection_limits import ConnectionCounts
 from services.tokenizer.health import Health
+from services.tokenizer.hops import HopName
+from services.tokenizer.request_watch import RequestWatch
 from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.text_encoder import TextEncoder
-
-_LATENCY_BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
-_TOKEN_BOUNDS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
 class HttpStatistics:
@@ -26,9 +26,9 @@ class HttpStatistics:
         """Ended requests by route and status; 499 when the client left first."""
         self.num_open = 0
         self.num_open_streams = 0
-        self.request_s = Histogram(_LATENCY_BOUNDS_S)
+        self.request_s = Histogram(REQUEST_BOUNDS_S)
         """From the head of a request for tokens to the last byte of its answer."""
-        self.prompt_tokens = Histogram(_TOKEN_BOUNDS)
+        self.prompt_tokens = Histogram(TOKEN_BOUNDS)
 
 
 class TokenizerCollector(Collector):
@@ -81,6 +81,34 @@ class TokenizerCollector(Collector):
             "gaps": (counts.gaps, "Rows behind a gap"),
             "refused_messages": (counts.refused_messages + rejected_frames, "Messages and frames dropped"),
             "health_probes": (self._health.num_probes, "Tokens made for health checks"),
+        }
+        for name, (value, text) in counters.items():
+            yield CounterMetricFamily(f"{PREFIX}tokenizer_{name}", text, value=value)
+
+
+class RequestCollector(Collector):
+    """What is counted about requests as they end, and about their connections."""
+
+    def __init__(self, watch: RequestWatch, connections: ConnectionCounts) -> None:
+        self._watch = watch
+        self._connections = connections
+
+    def collect(self) -> Iterable[Metric]:
+        """One family for each number."""
+        watch, connections = self._watch, self._connections
+        yield labelled_family(f"{PREFIX}hop_seconds", "Time of requests in each part of their way", "hop", watch.hop_s)
+        yield watch.hop_s[HopName.QUEUE].family(f"{PREFIX}request_queue_seconds", "Time before the first plan")
+        yield watch.answer_tokens.family(f"{PREFIX}request_generation_tokens", "Tokens of an answer")
+        finished = CounterMetricFamily(f"{PREFIX}finished_answers", "Ended answers", labels=["reason"])
+        for reason, count in watch.finished.items():
+            finished.add_metric([reason], count)
+        yield finished
+        yield GaugeMetricFamily(f"{PREFIX}tokenizer_connections", "Open connections", value=connections.num_open)
+        yield GaugeMetricFamily(f"{PREFIX}tokenizer_traces", "Ended requests kept", value=watch.ring.num_ended)
+        counters = {
+            "refused_connections": (connections.num_refused, "Connections over the limits"),
+            "over_budget": (watch.num_over_budget, "Requests over the budget of their key"),
+            "lost_reports": (watch.ring.num_lost_reports, "Reports about requests that nobody remembers"),
         }
         for name, (value, text) in counters.items():
             yield CounterMetricFamily(f"{PREFIX}tokenizer_{name}", text, value=value)

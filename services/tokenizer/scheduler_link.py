@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -20,7 +20,7 @@ from services.tokenizer.backend_view import BackendView
 from services.tokenizer.stream_table import AnswerSink, OpenRequest, StreamTable
 from services.wire.endpoints import parse_routing_id
 from services.wire.errors import ProtocolError
-from services.wire.messages import Admitted, Load, Refused, Role, State, Submit, Telemetry, TextChunks
+from services.wire.messages import Admitted, HopReport, Load, Refused, Role, State, Submit, Telemetry, TextChunks
 from services.wire.transport import AsyncReceiver, DealerPort, Envelope, Port, RouterPort
 
 ACKNOWLEDGE_AFTER_S = 0.05
@@ -52,6 +52,8 @@ class SchedulerLink:
         self.view = BackendView(self._session)
         self.ended: ApiError | None = None
         """What every request is told from now on; None as long as they are answered."""
+        self.on_report: Callable[[HopReport], object] = lambda report: None
+        """Called with what other processes tell of requests."""
         self.loop_lag_s = 0.0
         """How late a timer of this loop was last called."""
 
@@ -125,6 +127,8 @@ class SchedulerLink:
         item = envelope.message
         if isinstance(item, TextChunks):
             self._take_chunks(port, envelope.peer, item)
+        elif isinstance(item, HopReport):
+            self._take_report(port, envelope.peer, item)
         elif port is self._scheduler:
             self._take_from_scheduler(item)
         else:
@@ -140,6 +144,14 @@ class SchedulerLink:
         self.table.take(chunks, now_s)
         if self.table.owes_acknowledgement:
             self._acknowledge_s = min(self._acknowledge_s, now_s + ACKNOWLEDGE_AFTER_S)
+
+    def _take_report(self, port: Port, peer: bytes, report: HopReport) -> None:
+        """From the scheduler, or from a detokenizer about itself."""
+        sender = parse_routing_id(peer)
+        if port is self._inbox and (sender is None or (sender.role, report.role) != (Role.DETOKENIZER,) * 2):
+            self._refuse(report, peer)
+        else:
+            self.on_report(report)
 
     def _take_from_scheduler(self, item: object) -> None:
         now_s = time.monotonic()
