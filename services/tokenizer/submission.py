@@ -17,7 +17,6 @@ from services.tokenizer.request_limits import ServedModel
 from services.wire.columns import REQUEST_ID_BYTES, pack_int32
 from services.wire.messages import PLAIN_PROMPT, Grammar, PromptParams, SamplingParams, Submit, TextParams
 
-_DEFAULT_TENANT = "default"
 Number = TypeVar("Number", int, float)
 
 
@@ -67,8 +66,8 @@ class AnswersWanted:
         return len(self.prompts) * self.body.num_choices
 
 
-def build_submits(wanted: AnswersWanted, model: ServedModel) -> list[Submit]:
-    """The messages for all answers of a request, in the order of their indexes."""
+def build_submits(wanted: AnswersWanted, model: ServedModel, tenant: str) -> list[Submit]:
+    """The messages for all answers of a request, in the order of their indexes; `tenant` names who asks."""
     body = wanted.body
     seed = secrets.randbits(63) if body.seed is None else body.seed
     text = TextParams(
@@ -94,7 +93,7 @@ def build_submits(wanted: AnswersWanted, model: ServedModel) -> list[Submit]:
             max_tokens=prompt.max_tokens,
             stop_token_ids=stop_token_ids,
             group_id=b"",
-            tenant=_DEFAULT_TENANT,
+            tenant=tenant,
             cache_root=b"",
             priority=0,
             deadline_ms=0,
