@@ -17,10 +17,22 @@ import zmq
 from services.runtime.service import Process
 from services.tokenizer.api_error import ApiError, Code, internal_error, unavailable
 from services.tokenizer.backend_view import BackendView
+from services.tokenizer.control_calls import ControlCalls
 from services.tokenizer.stream_table import AnswerSink, OpenRequest, StreamTable
 from services.wire.endpoints import parse_routing_id
 from services.wire.errors import ProtocolError
-from services.wire.messages import Admitted, HopReport, Load, Refused, Role, State, Submit, Telemetry, TextChunks
+from services.wire.messages import (
+    Admitted,
+    ControlDone,
+    HopReport,
+    Load,
+    Refused,
+    Role,
+    State,
+    Submit,
+    Telemetry,
+    TextChunks,
+)
 from services.wire.transport import AsyncReceiver, DealerPort, Envelope, Port, RouterPort
 
 ACKNOWLEDGE_AFTER_S = 0.05
@@ -50,6 +62,7 @@ class SchedulerLink:
         self._tick_s = 0.0
         self.table = StreamTable()
         self.view = BackendView(self._session)
+        self.control = ControlCalls(self._scheduler.send)
         self.ended: ApiError | None = None
         """What every request is told from now on; None as long as they are answered."""
         self.on_report: Callable[[HopReport], object] = lambda report: None
@@ -169,6 +182,8 @@ class SchedulerLink:
                 self.view.take_load(item, now_s)
             case Telemetry():
                 self.view.take_telemetry(item, now_s)
+            case ControlDone():
+                self.control.take(item)
             case _:
                 self._refuse(item, b"scheduler")
 
@@ -224,6 +239,7 @@ class SchedulerLink:
 
     def _lose(self, problem: str) -> None:
         self.view.forget()
+        self.control.fail_all(_lost(problem))
         self._fail_all(problem)
 
     def _fail_all(self, problem: str) -> None:
