@@ -19,17 +19,18 @@ _FIELD = re.compile(r"(\w+)(.*)", re.DOTALL)
 class ChatFields:
     """The fields of a chat and their origins."""
 
-    def __init__(self, fields: dict[str, object], renamed: Mapping[str, str]) -> None:
+    def __init__(self, fields: dict[str, object], renamed: Mapping[str, str], prompt_name: str = "messages") -> None:
         """An empty chat with some fields that need no origin.
 
         Args:
             fields: They have the same names for the client.
             renamed: Part of a field's name behind its first word -> what it is for the client, longest first.
+            prompt_name: What the client calls `messages`.
         """
         self._renamed = renamed
         self._messages: list[dict[str, object]] = []
         self.fields: dict[str, object] = {**fields, "messages": self._messages}
-        self._origins: dict[str, str] = {}
+        self._origins: dict[str, str] = {"messages": prompt_name}
         self._places: list[str] = []
 
     @property

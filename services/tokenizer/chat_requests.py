@@ -54,3 +54,13 @@ class ChatRequests:
         prompt = await self._prompts.chat(body)
         ignored = ignored.with_dropped(await self._prompts.dropped_keys(body), self._settings)
         return UnderstoodChat(body, AnswersWanted(body, [prompt]), ignored)
+
+    async def token_ids(self, fields: Mapping[str, object]) -> list[int]:
+        """The prompt of a chat, whether it fits or not.
+
+        Raises:
+            ApiError: as `understand`.
+        """
+        body, _ = parse_chat(fields, self._settings)
+        self._generation.check_against_model(body)
+        return await self._prompts.chat_ids(body)

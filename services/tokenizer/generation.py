@@ -84,14 +84,22 @@ class Generation:
         if error is not None:
             raise error
 
+    def check_model(self, name: str | None) -> None:
+        """Whether the client means the served model; it may leave that out.
+
+        Raises:
+            ApiError: 404 for another model.
+        """
+        if name is not None and name != self._model.name:
+            raise model_not_found(name)
+
     def check_against_model(self, body: SamplingBody) -> None:
         """What only the model can tell of a body.
 
         Raises:
             ApiError: 404 for another model; 400 naming the field for ids that it does not have.
         """
-        if body.model is not None and body.model != self._model.name:
-            raise model_not_found(body.model)
+        self.check_model(body.model)
         check_token_ids(body.stop_token_ids or (), self._model, "stop_token_ids")
 
     async def answer(self, call: GenerationCall) -> web.StreamResponse:

@@ -36,7 +36,7 @@ def chat_of(body: ResponsesBody) -> ChatFields:
     Raises:
         ApiError: 400 naming the field: a format without its schema.
     """
-    chat = ChatFields({"model": body.model}, {".function": ""})
+    chat = ChatFields({"model": body.model}, {".function": ""}, prompt_name="input")
     if body.instructions is not None:
         chat.add_message({"role": "system", "content": body.instructions}, "instructions")
     if isinstance(body.input, str):
