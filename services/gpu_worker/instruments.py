@@ -66,6 +66,7 @@ class WorkerInstruments(Collector):
         yield _gauge("held_rows", "Rows that requests hold", worker.state.num_held)
         yield _gauge("kv_pool_bytes", "Size of the KV pool", worker.num_pool_bytes)
         yield _gauge("chunk_tokens", "Prefill chunk that was measured", worker.card.chunk_tokens)
+        yield _gauge("outbox_frames", "Frames that wait to be sent", stats.outbox_frames)
 
 
 def _counter(name: str, text: str, value: float) -> Metric:

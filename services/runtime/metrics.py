@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
+from services.runtime.histogram import Histogram, labelled_family
+from services.runtime.metric_texts import TEXTS
 from services.wire.messages import MemberTelemetry
 
 PREFIX = "tokenway:"
@@ -41,6 +48,11 @@ def snapshot(registry: CollectorRegistry) -> dict[str, float]:
     return flat
 
 
+def help_of(name: str) -> str:
+    """The line of help of a metric; its name when it has none."""
+    return TEXTS.get(name.removeprefix(PREFIX), name)
+
+
 class GroupCollector(Collector):
     """Metric families of every process of the group, from their last heartbeats."""
 
@@ -57,7 +69,9 @@ class GroupCollector(Collector):
                 try:
                     kind, family_name, sample_name, *labels = key.split(_SEPARATOR)
                     pairs = dict(label.split("=", 1) for label in labels)
-                    family = families.setdefault(family_name, Metric(family_name, family_name, kind))
+                    if family_name not in families:
+                        families[family_name] = Metric(family_name, help_of(family_name), kind)
+                    family = families[family_name]
                 except ValueError:
                     self._warn_once(member, key)
                     continue
@@ -70,8 +84,45 @@ class GroupCollector(Collector):
             logger.warning("%s/%s sent a metric that cannot be shown: %r", member.role, member.instance, key)
 
 
-def render(collector: GroupCollector) -> bytes:
-    """The Prometheus text of the whole group."""
+def counter(name: str, value: float) -> CounterMetricFamily:
+    """A counter by its name in `metric_texts`, without labels."""
+    return CounterMetricFamily(PREFIX + name, TEXTS[name], value=value)
+
+
+def gauge(name: str, value: float) -> GaugeMetricFamily:
+    """A gauge by its name in `metric_texts`, without labels."""
+    return GaugeMetricFamily(PREFIX + name, TEXTS[name], value=value)
+
+
+def labelled_counter(name: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]) -> CounterMetricFamily:
+    """A counter with a value for each combination of labels."""
+    family = CounterMetricFamily(PREFIX + name, TEXTS[name], labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family
+
+
+def labelled_gauge(name: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]) -> GaugeMetricFamily:
+    """A gauge with a value for each combination of labels."""
+    family = GaugeMetricFamily(PREFIX + name, TEXTS[name], labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family
+
+
+def histogram(name: str, values: Histogram) -> HistogramMetricFamily:
+    """A histogram without labels."""
+    return values.family(PREFIX + name, TEXTS[name])
+
+
+def labelled_histogram(name: str, label: str, values: Mapping[str, Histogram]) -> HistogramMetricFamily:
+    """Histograms that a label tells apart."""
+    return labelled_family(PREFIX + name, TEXTS[name], label, values)
+
+
+def render(*collectors: Collector) -> bytes:
+    """The Prometheus text of what they collect."""
     registry = new_registry()
-    registry.register(collector)
+    for collector in collectors:
+        registry.register(collector)
     return generate_latest(registry)

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import msgspec
 from aiohttp import web
 
-from services.runtime import metrics
-from services.runtime.service import Process
 from services.tokenizer.access import Access, Audience, caller_of, not_found
 from services.tokenizer.api_error import ApiError, Code, internal_error
 from services.tokenizer.completions import Completions
@@ -25,14 +23,13 @@ from services.tokenizer.generation import model_not_found
 from services.tokenizer.health import Health
 from services.tokenizer.http_connection import ClientConnection, error_response
 from services.tokenizer.instruments import HttpStatistics
+from services.tokenizer.metrics_route import MetricsRoute
 from services.tokenizer.request_limits import ServedModel
 from services.tokenizer.request_record import RequestRecord
 from services.tokenizer.request_watch import RequestWatch
 from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.trace_route import TRACE_ROUTE, TraceRoute
-from services.wire.messages import MemberTelemetry
 
-METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CLIENT_GONE = 499
 _MODEL_ROUTE = "/v1/models/"
 _MODEL_BY_ID = f"{_MODEL_ROUTE}{{id}}"
@@ -74,20 +71,26 @@ class Gate:
     watch: RequestWatch
 
 
+@dataclass(frozen=True)
+class Observation:
+    """Routes for those who watch the server."""
+
+    metrics: MetricsRoute
+    trace: TraceRoute
+
+
 class HttpApi:
     """Answers every request of both listeners."""
 
     def __init__(
         self,
-        process: Process,
         model: ServedModel,
         completions: Completions,
         link: SchedulerLink,
         http: HttpStatistics,
         gate: Gate,
-        trace: TraceRoute,
+        observation: Observation,
     ) -> None:
-        self._process = process
         self._model = model
         self._link = link
         self._http = http
@@ -104,8 +107,8 @@ class HttpApi:
             "/live": self._live,
             "/ready": self._ready,
             "/health": self._health,
-            "/metrics": self._metrics,
-            TRACE_BY_ID: trace.answer,
+            "/metrics": observation.metrics.answer,
+            TRACE_BY_ID: observation.trace.answer,
         }
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -209,16 +212,6 @@ class HttpApi:
         if caller_of(request).is_known:
             verdict["roles"] = verdicts
         return _json(verdict, 200 if is_ready else 503)
-
-    async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        """The group by its last heartbeats, this process as it is now."""
-        own = self._process.identity
-        others = [member for member in self._link.view.members if member.epoch != own.epoch]
-        state, progress = self._link.view.session.state, self._link.view.session.progress
-        now = metrics.snapshot(self._process.registry)
-        collector = metrics.GroupCollector()
-        collector.members = (MemberTelemetry(own.role, own.instance, own.epoch, state, 0, progress, now, 0), *others)
-        return web.Response(body=metrics.render(collector), headers={"Content-Type": METRICS_CONTENT_TYPE})
 
 
 def _route_of(request: web.BaseRequest) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from services.runtime.histogram import REQUEST_BOUNDS_S, TOKEN_BOUNDS, Histogram, labelled_family
-from services.runtime.metrics import PREFIX
+from services.runtime.histogram import REQUEST_BOUNDS_S, TOKEN_BOUNDS, Histogram
+from services.runtime.metrics import counter, gauge, histogram, labelled_counter, labelled_gauge, labelled_histogram
 from services.tokenizer.connection_limits import ConnectionCounts
 from services.tokenizer.health import Health
 from services.tokenizer.hops import HopName
@@ -42,48 +42,36 @@ class TokenizerCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """One family for each number."""
-        requests = CounterMetricFamily(f"{PREFIX}http_requests", "Ended HTTP requests", labels=["route", "status"])
-        for (route, status), count in self._http.requests.items():
-            requests.add_metric([route, str(status)], count)
-        yield requests
+        http, table = self._http, self._link.table
+        requests = {(route, str(status)): float(count) for (route, status), count in http.requests.items()}
+        yield labelled_counter("http_requests", ["route", "status"], requests)
+        yield counter("prompt_tokens", table.counters.prompt_tokens)
+        yield counter("generation_tokens", table.counters.generation_tokens)
+        yield histogram("time_to_first_token_seconds", table.first_token_s)
+        yield histogram("inter_token_latency_seconds", table.inter_token_s)
+        yield histogram("e2e_request_latency_seconds", http.request_s)
+        yield histogram("request_prompt_tokens", http.prompt_tokens)
         yield from self._gauges()
         yield from self._counters()
-        table, http = self._link.table, self._http
-        yield table.first_token_s.family(f"{PREFIX}time_to_first_token_seconds", "From a request's head to its token")
-        yield table.inter_token_s.family(f"{PREFIX}inter_token_latency_seconds", "Between chunks of an answer")
-        yield http.request_s.family(f"{PREFIX}e2e_request_latency_seconds", "From a request's head to its last byte")
-        yield http.prompt_tokens.family(f"{PREFIX}request_prompt_tokens", "Tokens of a prompt")
 
     def _gauges(self) -> Iterable[Metric]:
-        gauges = {
-            "open_http_requests": (self._http.num_open, "HTTP requests being answered"),
-            "open_streams": (self._http.num_open_streams, "Event streams being written"),
-            "open_answers": (self._link.table.num_answers, "Answers asked for and not ended"),
-            "texts_to_encode": (self._encoder.num_waiting, "Long texts waiting or being encoded"),
-            "event_loop_lag_seconds": (self._link.loop_lag_s, "How late a timer was last called"),
-        }
-        for name, (value, text) in gauges.items():
-            yield GaugeMetricFamily(f"{PREFIX}tokenizer_{name}", text, value=value)
-        outbox = GaugeMetricFamily(f"{PREFIX}tokenizer_outbox_frames", "Frames that wait to be sent", labels=["link"])
-        for link, port in self._link.ports.items():
-            outbox.add_metric([link], port.stats.outbox_frames)
-        yield outbox
+        yield gauge("tokenizer_open_http_requests", self._http.num_open)
+        yield gauge("tokenizer_open_streams", self._http.num_open_streams)
+        yield gauge("tokenizer_open_answers", self._link.table.num_answers)
+        yield gauge("tokenizer_texts_to_encode", self._encoder.num_waiting)
+        yield gauge("tokenizer_event_loop_lag_seconds", self._link.loop_lag_s)
+        outboxes = {(link,): float(port.stats.outbox_frames) for link, port in self._link.ports.items()}
+        yield labelled_gauge("tokenizer_outbox_frames", ["link"], outboxes)
 
     def _counters(self) -> Iterable[Metric]:
         counts = self._link.table.counters
         rejected_frames = sum(port.stats.rejected for port in self._link.ports.values())
-        yield CounterMetricFamily(f"{PREFIX}prompt_tokens", "Tokens of admitted prompts", value=counts.prompt_tokens)
-        yield CounterMetricFamily(f"{PREFIX}generation_tokens", "Tokens received", value=counts.generation_tokens)
-        counters = {
-            "aborted_answers": (counts.aborted_answers, "Answers given up before their end"),
-            "old_rows": (counts.old_rows, "Rows dropped: repeated, late, or of another attempt"),
-            "late_rows": (counts.late_rows, "Rows for answers that are closed"),
-            "gaps": (counts.gaps, "Rows behind a gap"),
-            "refused_messages": (counts.refused_messages + rejected_frames, "Messages and frames dropped"),
-            "health_probes": (self._health.num_probes, "Tokens made for health checks"),
-        }
-        for name, (value, text) in counters.items():
-            yield CounterMetricFamily(f"{PREFIX}tokenizer_{name}", text, value=value)
+        yield counter("tokenizer_aborted_answers", counts.aborted_answers)
+        yield counter("tokenizer_old_rows", counts.old_rows)
+        yield counter("tokenizer_late_rows", counts.late_rows)
+        yield counter("tokenizer_gaps", counts.gaps)
+        yield counter("tokenizer_refused_messages", counts.refused_messages + rejected_frames)
+        yield counter("tokenizer_health_probes", self._health.num_probes)
 
 
 class RequestCollector(Collector):
@@ -96,19 +84,15 @@ class RequestCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """One family for each number."""
         watch, connections = self._watch, self._connections
-        yield labelled_family(f"{PREFIX}hop_seconds", "Time of requests in each part of their way", "hop", watch.hop_s)
-        yield watch.hop_s[HopName.QUEUE].family(f"{PREFIX}request_queue_seconds", "Time before the first plan")
-        yield watch.answer_tokens.family(f"{PREFIX}request_generation_tokens", "Tokens of an answer")
-        finished = CounterMetricFamily(f"{PREFIX}finished_answers", "Ended answers", labels=["reason"])
-        for reason, count in watch.finished.items():
-            finished.add_metric([reason], count)
-        yield finished
-        yield GaugeMetricFamily(f"{PREFIX}tokenizer_connections", "Open connections", value=connections.num_open)
-        yield GaugeMetricFamily(f"{PREFIX}tokenizer_traces", "Ended requests kept", value=watch.ring.num_ended)
-        counters = {
-            "refused_connections": (connections.num_refused, "Connections over the limits"),
-            "over_budget": (watch.num_over_budget, "Requests over the budget of their key"),
-            "lost_reports": (watch.ring.num_lost_reports, "Reports about requests that nobody remembers"),
-        }
-        for name, (value, text) in counters.items():
-            yield CounterMetricFamily(f"{PREFIX}tokenizer_{name}", text, value=value)
+        yield labelled_counter("finished_answers", ["reason"], {(name,): n for name, n in watch.finished.items()})
+        yield labelled_histogram("hop_seconds", "hop", watch.hop_s)
+        yield histogram("request_queue_seconds", watch.hop_s[HopName.QUEUE])
+        yield histogram("request_inference_seconds", watch.inference_s)
+        yield histogram("request_time_per_output_token_seconds", watch.output_token_s)
+        yield histogram("request_generation_tokens", watch.answer_tokens)
+        yield histogram("request_max_generation_tokens", watch.longest_answer_tokens)
+        yield gauge("tokenizer_connections", connections.num_open)
+        yield gauge("tokenizer_traces", watch.ring.num_ended)
+        yield counter("tokenizer_refused_connections", connections.num_refused)
+        yield counter("tokenizer_over_budget", watch.num_over_budget)
+        yield counter("tokenizer_lost_reports", watch.ring.num_lost_reports)

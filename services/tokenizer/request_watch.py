@@ -13,7 +13,7 @@ from typing import Protocol
 
 from aiohttp import web
 
-from services.runtime.histogram import HOP_BOUNDS_S, TOKEN_BOUNDS, Histogram
+from services.runtime.histogram import HOP_BOUNDS_S, LATENCY_BOUNDS_S, REQUEST_BOUNDS_S, TOKEN_BOUNDS, Histogram
 from services.runtime.logs import about
 from services.tokenizer.access import Caller
 from services.tokenizer.hops import ENDED, HopName, hops_of_report
@@ -53,7 +53,12 @@ class RequestWatch:
         self.ring = RequestRing(capacity)
         self.hop_s = {str(name): Histogram(HOP_BOUNDS_S) for name in HopName}
         """Time in each hop; the queue's is what a request waited."""
+        self.inference_s = Histogram(REQUEST_BOUNDS_S)
+        """From an answer's first plan to its last token."""
+        self.output_token_s = Histogram(LATENCY_BOUNDS_S)
+        """Mean time of an answer's tokens after the first."""
         self.answer_tokens = Histogram(TOKEN_BOUNDS)
+        self.longest_answer_tokens = Histogram(TOKEN_BOUNDS)
         self.finished = Counter(dict.fromkeys(REASONS, 0))
         """Ended answers by how they ended."""
         self.num_over_budget = 0
@@ -99,9 +104,12 @@ class RequestWatch:
     def take(self, report: HopReport) -> None:
         """Another process tells how an answer fared there."""
         record = self.ring.take(report)
-        if record is not None and (report.role is not Role.SCHEDULER or ENDED in report.counters):
-            for hop in hops_of_report(report):
-                self.hop_s[hop.name].observe((hop.wait_us + hop.work_us) / 1e6)
+        if record is None or (report.role is Role.SCHEDULER and ENDED not in report.counters):
+            return
+        for hop in hops_of_report(report):
+            self.hop_s[hop.name].observe((hop.wait_us + hop.work_us) / 1e6)
+        if report.role is Role.SCHEDULER:
+            self.inference_s.observe(report.work_us / 1e6)
 
     def _end_answers(self, record: RequestRecord) -> None:
         self.ring.end(record)
@@ -110,6 +118,10 @@ class RequestWatch:
         for answer in record.answers:
             self.finished[reason_of(answer)] += 1
             self.answer_tokens.observe(answer.output_tokens)
+            if answer.output_tokens > 1:
+                answering_s = answer.last_token_s - answer.first_token_s
+                self.output_token_s.observe(answering_s / (answer.output_tokens - 1))
+        self.longest_answer_tokens.observe(max(answer.output_tokens for answer in record.answers))
         if self._spans is not None:
             self._spans.add(record)
 

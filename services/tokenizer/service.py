@@ -35,10 +35,11 @@ from services.tokenizer.connection_limits import ConnectionLimits
 from services.tokenizer.cross_origin import CrossOrigin
 from services.tokenizer.doors import Doors, open_doors
 from services.tokenizer.generation import Generation
-from services.tokenizer.http_api import Gate, HttpApi
+from services.tokenizer.http_api import Gate, HttpApi, Observation
 from services.tokenizer.http_connection import HttpServer
 from services.tokenizer.instruments import HttpStatistics, RequestCollector, TokenizerCollector
 from services.tokenizer.key_budgets import KeyBudgets
+from services.tokenizer.metrics_route import MetricsRoute
 from services.tokenizer.otlp_endpoint import check_export
 from services.tokenizer.prompts import PromptMaker
 from services.tokenizer.request_limits import ServedModel
@@ -85,8 +86,9 @@ class TokenizerService:
         generation = Generation(loaded.model, self._link, http)
         chats = ChatRequests(settings, prompts, generation)
         completions = Completions(settings, loaded.model, prompts, chats, generation)
-        trace = TraceRoute(watch.ring, process.identity, doors.control_path)
-        self._api = HttpApi(process, loaded.model, completions, self._link, http, gate, trace)
+        metrics = MetricsRoute(process, self._link.view, loaded.model.name)
+        observation = Observation(metrics, TraceRoute(watch.ring, process.identity, doors.control_path))
+        self._api = HttpApi(loaded.model, completions, self._link, http, gate, observation)
         self._server = HttpServer(self._api.handle, limits, gate.origins.headers)
         self._control = HttpServer(self._api.handle, limits, gate.origins.headers, is_control=True)
         process.registry.register(TokenizerCollector(http, self._link, self._encoder, self._api.health))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime import config
+from services.runtime import config, metric_texts
 from services.runtime.config import Settings
 from tests.architecture.markdown_tables import table_after
 
@@ -38,6 +38,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 DOTTED = re.compile(r"[a-z_]\w*(?:\.\w+)+")
 CLASS = re.compile(r"[A-Z][a-z]\w*")
 CONSTANT = re.compile(r"`([\w.]+\.[A-Z_]+)` = (-?[\d,.]*\d)")
+MAKERS = frozenset({"counter", "gauge", "histogram", "labelled_counter", "labelled_gauge", "labelled_histogram"})
 FLAG = re.compile(r"`?(--[a-z][a-z-]+)")
 FILE_SUFFIXES = frozenset({"cfg", "gguf", "jinja", "json", "jsonl", "md", "py", "safetensors", "sock", "toml", "yaml"})
 
@@ -223,11 +224,11 @@ def test_flags_of_the_server_exist(name: str) -> None:
 def metric_names(path: Path) -> set[tuple[str, str]]:
     """(name without prefix, kind) of every metric that an instruments module makes.
 
-    Such a module writes a name as `f"{PREFIX}steps"`, or as `f"{PREFIX}worker_{name}"` in a loop over a dictionary
-    from names, or in a function that is called with names.
+    Such a module hands a name to a function of `runtime.metrics`; or writes it as `f"{PREFIX}steps"`; or as
+    `f"{PREFIX}worker_{name}"` in a loop over a dictionary from names, or in a function that is called with names.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    found: set[tuple[str, str]] = set()
+    found: set[tuple[str, str]] = {(name, kind) for call in _calls_of(tree) for name, kind in _made_by_name(call)}
     for scope in [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.FunctionDef)]:
         for call in _calls_of(scope):
             for start, variable in _templates(call):
@@ -241,7 +242,16 @@ def metric_names(path: Path) -> set[tuple[str, str]]:
     return found
 
 
-def _calls_of(scope: ast.For | ast.FunctionDef) -> Iterator[ast.Call]:
+def _made_by_name(call: ast.Call) -> Iterator[tuple[str, str]]:
+    """The metric that a call of one of the makers in `runtime.metrics` makes."""
+    match call:
+        case ast.Call(func=ast.Name(id=maker), args=[ast.Constant(value=str(name)), *_]) if maker in MAKERS:
+            yield name, _kind(call)
+        case _:
+            pass
+
+
+def _calls_of(scope: ast.AST) -> Iterator[ast.Call]:
     yield from (node for node in ast.walk(scope) if isinstance(node, ast.Call))
 
 
@@ -295,11 +305,22 @@ def _first_arguments(tree: ast.Module, function: str) -> set[str]:
     return {node.value for node in first if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
-@pytest.mark.parametrize("role", ["scheduler", "gpu_worker", "detokenizer"])
+TEXTS_OF_ROLES = {
+    "tokenizer": metric_texts.OF_TOKENIZER,
+    "scheduler": metric_texts.OF_SCHEDULER,
+    "gpu_worker": metric_texts.OF_GPU_WORKER,
+    "detokenizer": metric_texts.OF_DETOKENIZER,
+}
+
+
+@pytest.mark.parametrize("role", TEXTS_OF_ROLES)
 def test_the_metrics_are_those_of_the_code(role: str) -> None:
+    """Names and kinds are what the instruments make, the texts what /metrics says of them."""
     section = text_of("docs/operations.md").split(f"### Of the {role}\n", 1)[1]
     rows = table_after(section, "| name | kind | what |")
-    assert {(row[0].strip("`"), row[1]) for row in rows} == metric_names(SERVICES / role / "instruments.py")
+    made = metric_names(SERVICES / role / "instruments.py")
+    assert {(row[0].strip("`"), row[1]) for row in rows} == made
+    assert [(row[0].strip("`"), row[2]) for row in rows] == list(TEXTS_OF_ROLES[role].items())
     assert len(rows) > 5
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from services.runtime import metric_texts
 from services.runtime.config import Settings
 from services.tokenizer import field_tables, health, http_connection, message_fields, openai_schema
 from services.tokenizer.api_error import Code, finish_error
@@ -108,15 +109,14 @@ def test_every_bad_end_has_a_documented_status() -> None:
         assert documented[error.code] == error.status
 
 
-def test_the_metrics_are_those_that_are_exported(server: Server) -> None:
-    kinds = {}
+def test_every_metric_is_exported_with_its_line_of_help(server: Server) -> None:
+    texts = {}
     for line in request(server.port, "GET", "/metrics").body.decode().splitlines():
-        if line.startswith("# TYPE tokenway:"):
-            _, _, name, kind = line.split()
-            kinds[name.removeprefix("tokenway:").removesuffix("_total" if kind == "counter" else "")] = kind
-    del kinds["scheduler_things"]  # the test's own backend
-    request(server.port, "GET", "/live")
-    assert {code(name): kind for name, kind, _ in table("Metrics")} == kinds
+        if line.startswith("# HELP tokenway:"):
+            name, text = line.removeprefix("# HELP tokenway:").split(" ", 1)
+            texts[name.removesuffix("_total")] = text
+    del texts["scheduler_things"]  # the test's own backend
+    assert texts == metric_texts.OF_TOKENIZER
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,9 @@ def test_the_metrics_are_those_that_are_exported(server: Server) -> None:
         ("(`--drain-timeout-s`, 30 s)", Settings().drain_timeout_s),
         ("up to 16, each 1 to 1,024 bytes", openai_schema.MAX_STOP_STRINGS),
         ("up to 256 ids", openai_schema.MAX_STOP_TOKEN_IDS),
-        ("over 64 headers", http_connection.MAX_HEADERS),
+        ("over 64 headers (`--max-headers`)", Settings().max_headers),
+        ("over 8 KiB (`--max-header-bytes`)", Settings().max_header_bytes // 1024),
+        ("over 32 KiB (`--max-head-bytes`)", Settings().max_head_bytes // 1024),
         ("closed after 75 s", http_connection.IDLE_S),
         ("connections for 2 s more", BALANCER_NOTICE_S),
     ],
