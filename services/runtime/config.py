@@ -130,7 +130,9 @@ class Settings:
     log_format: str = setting("text", "form of log lines", ("text", "json"))
     log_requests: bool = setting(False, "a line at info for each request that ends (without it at debug)")
     # watching
-    metric_names: str = setting("tokenway", "names in /metrics; vllm: for dashboards made for it", ("tokenway", "vllm"))
+    metric_names: str = setting(
+        "tokenway", "vllm: the names of vLLM too, for dashboards made for it", ("tokenway", "vllm")
+    )
     otlp_endpoint: str = setting("", "where spans of requests are sent: http://HOST:4318 of an OpenTelemetry collector")
     trace_ring: int = setting(1024, "ended requests that a tokenizer process keeps for /trace")
 
