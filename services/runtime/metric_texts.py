@@ -80,6 +80,15 @@ OF_GPU_WORKER: Mapping[str, str] = {
     "worker_chunk_tokens": "prefill chunk that was measured",
     "worker_refused_messages": "plans, messages and frames dropped",
     "worker_outbox_frames": "frames that wait to be sent",
+    "worker_mask_seconds": "what grammars cost in a step: masks, and following what its rows got",
+    "worker_mask_wait_seconds": "how long a step waited for its masks",
+    "worker_grammar_compile_seconds": "time of compiling a grammar, in the child and in the worker",
+    "worker_compiled_grammars": "grammars compiled",
+    "worker_refused_grammars": "grammars that cannot be compiled",
+    "worker_known_grammars": "grammars asked for again: the answer was known",
+    "worker_killed_grammar_children": "children ended because a grammar took too long or too much",
+    "worker_forced_tokens": "tokens that a grammar left no choice about, taken at once",
+    "worker_kept_grammars": "compiled grammars that are kept",
 }
 
 OF_DETOKENIZER: Mapping[str, str] = {

@@ -163,7 +163,8 @@ def _choice(value: object, param: str, limits: StructureLimits) -> Grammar | Non
         raise bad_field(param, f"has {len(value)} choices, at most {MAX_CHOICES} are taken")
     for index, choice in enumerate(value):
         _check_bytes(choice, f"{param}[{index}]", MAX_LITERAL_BYTES)
-    text = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(value))
+    choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(value))
+    text = f"start: CHOICE\nCHOICE: {choices}"
     _check_bytes(text, param, limits.schema.max_bytes)
     return Grammar(GrammarKind.LARK, text)
 
