@@ -82,7 +82,8 @@ class AnswerEnd(msgspec.Struct, frozen=True):
 
     `stop` is the stop string or the client's own stop id that ended it, None otherwise; `rest` holds the ids and
     log-probabilities that no text followed, such as an end id's; `embedding` is the prompt's pooled hidden state
-    (little-endian float32) if that was asked for; `timings` come with the last answer of a request to end.
+    (little-endian float32) if that was asked for; `timings` come with the last answer of a request to end;
+    `cached_tokens` is how much of its prompt came from the prefix cache.
     """
 
     finish: Finish
@@ -91,6 +92,7 @@ class AnswerEnd(msgspec.Struct, frozen=True):
     rest: AnswerDelta = NOTHING
     embedding: bytes = b""
     timings: Mapping[str, object] | None = None
+    cached_tokens: int = 0
 
 
 class AnswerParser(Protocol):

@@ -56,6 +56,7 @@ class Ending(NamedTuple):
     finish: Finish
     stop: str | int | None = None
     embedding: bytes = b""
+    cached_tokens: int = 0
 
 
 class GapError(Exception):
@@ -152,8 +153,9 @@ class JournalEntry:
     def ending(self) -> Ending:
         """How it ended, once it has."""
         if self.finish is Finish.STOP_STRING:
-            return Ending(self.finish, self.stop)
-        return Ending(self.finish, self.output_token_ids[-1] if self.finish is Finish.STOP_TOKEN else None)
+            return Ending(self.finish, self.stop, cached_tokens=self.cached_tokens)
+        stop = self.output_token_ids[-1] if self.finish is Finish.STOP_TOKEN else None
+        return Ending(self.finish, stop, cached_tokens=self.cached_tokens)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -107,7 +107,9 @@ class PendingAnswer:
         """The end, after `take_last`, with what no part was left to show."""
         rest = AnswerDelta((), self._token_ids, self._logprobs) if self._token_ids or self._logprobs else NOTHING
         stop = ending.stop if isinstance(ending.stop, str) or ending.stop in self._stop_ids else None
-        return AnswerEnd(ending.finish, self._has_tool_calls, stop, rest, ending.embedding, timings)
+        return AnswerEnd(
+            ending.finish, self._has_tool_calls, stop, rest, ending.embedding, timings, ending.cached_tokens
+        )
 
     def _delta(self, parts: Sequence[Part], usage: Mapping[str, object] | None) -> AnswerDelta | None:
         if not parts:
