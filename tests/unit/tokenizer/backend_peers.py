@@ -336,12 +336,24 @@ class Backend(threading.Thread):
         self.join(DEADLINE_S)
 
 
+def takes_requests(port: int, **headers: str) -> bool:
+    """Whether a process knows a scheduler to which it can hand requests: then it looks into their bodies."""
+    return request(port, "POST", "/v1/completions", b"{", **headers).status == 400
+
+
 class Server:
     """The process under test, its backend and what it logged."""
 
     def __init__(
-        self, model: Path, *flags: str, is_tcp: bool = False, has_scheduler: bool = True, port: int = 0
+        self,
+        model: Path,
+        *flags: str,
+        is_tcp: bool = False,
+        has_scheduler: bool = True,
+        port: int = 0,
+        is_ready: Callable[[int], bool] = takes_requests,
     ) -> None:
+        """Starts it and waits; `is_ready` asks its port whether it takes requests."""
         self._folder = tempfile.TemporaryDirectory(prefix="tw-")
         self.run_dir = Path(self._folder.name)
         self.backend = Backend("tcp://127.0.0.1:0" if is_tcp else ipc_endpoint(self.run_dir, "scheduler"))
@@ -360,7 +372,7 @@ class Server:
         if has_scheduler:
             self.backend.wait_for_state(State.READY)
             # Heartbeats come after the Load on the same link: by now requests are taken.
-            wait_until(lambda: request(self.port, "POST", "/v1/completions", b"{").status == 400)
+            wait_until(lambda: is_ready(self.port))
 
     def wait_for_line(self, part: str) -> str:
         """The first line of the log with this in it."""
