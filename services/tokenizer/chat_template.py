@@ -11,7 +11,7 @@ together (`'<|' + role + '|>'`); these are found at rendering time and handled b
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jinja2
@@ -29,6 +29,7 @@ from services.tokenizer.conversation import (
     marked,
     template_messages,
 )
+from services.tokenizer.dialect import Dialect, DialectNames, dialect_of
 from services.tokenizer.prompt_errors import (
     ChatTemplateError,
     ConversationError,
@@ -43,6 +44,7 @@ from services.tokenizer.template_sandbox import (
     TemplateLimitError,
     TemplateRefusal,
 )
+from services.tokenizer.tool_default_form import in_default_form
 
 _MAX_ERROR_CHARACTERS = 500
 _RESERVED_NAMES = TEMPLATE_GLOBALS | {
@@ -87,17 +89,41 @@ class _TextCheck:
     key = value
 
 
+@dataclass(frozen=True)
+class TemplateChoices:
+    """What an operator says of a model's chat template.
+
+    Attributes:
+        override: A template file in place of the model's.
+        names: How the model writes calls and thoughts, where it is not to be found out from the template.
+    """
+
+    override: Path | None = None
+    names: DialectNames = field(default_factory=DialectNames)
+
+
 class ChatTemplate:
-    """The chat templates of a model; safe to use from several threads at once."""
+    """The chat templates of a model; safe to use from several threads at once.
+
+    Attributes:
+        dialect: How the model writes calls and thoughts.
+    """
 
     def __init__(
-        self, loaded: LoadedTokenizer, control: ControlTokens, limits: RenderLimits, override: Path | None = None
+        self,
+        loaded: LoadedTokenizer,
+        control: ControlTokens,
+        limits: RenderLimits,
+        choices: TemplateChoices | None = None,
     ) -> None:
-        """Compile the model's templates, or the operator's file `override` in their place.
+        """Compile the model's templates, or the operator's in their place.
 
         Raises:
-            ModelFileError: a template cannot be read or has a syntax error; names it and the line.
+            ModelFileError: a template cannot be read or has a syntax error (names it and the line), or does not go with
+                the operator's choices.
         """
+        choices = choices or TemplateChoices()
+        override = choices.override
         self._control = control
         self._limits = limits
         self._sources = loaded.chat_templates if override is None else {"default": _read(override)}
@@ -106,6 +132,9 @@ class ChatTemplate:
             name: self._compile(override or Path(f"chat template {name!r} of the model"), source)
             for name, source in self._sources.items()
         }
+        variables = {name: template.variables for name, template in self._compiled.items()}
+        self.dialect: Dialect = dialect_of(self._sources, variables, choices.names)
+        self._takes_system = {name: self._can_render_system(name) for name in self._compiled}
 
     @property
     def exists(self) -> bool:
@@ -146,7 +175,8 @@ class ChatTemplate:
 
     def _prepared(self, conversation: Conversation) -> tuple[str, _Variables]:
         """The name of the template for a conversation, and its variables, checked."""
-        name = "tool_use" if conversation.tools and "tool_use" in self._compiled else "default"
+        has_own = self.dialect.shows_tools and "tool_use" in self._compiled
+        name = "tool_use" if conversation.tools and has_own else "default"
         if name not in self._compiled:
             raise NoChatTemplateError(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
@@ -189,15 +219,27 @@ class ChatTemplate:
         messages = variables.messages
         if conversation.continue_final_message:
             messages = [*messages[:-1], _with_mark(messages[-1], mark, conversation)]
+        tools = variables.tools
+        if not self.dialect.shows_tools:
+            messages, tools = in_default_form(messages, tools, takes_system=self._takes_system[name]), None
         text = self._run(name, {
             **self._special_texts,
             **variables.kwargs,
             "messages": messages,
-            "tools": variables.tools,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": conversation.add_generation_prompt,
         })  # fmt: skip
         return _cut_at_mark(text, mark, variables.messages[-1]) if conversation.continue_final_message else text
+
+    def _can_render_system(self, name: str) -> bool:
+        roles = ("system", "user")
+        variables = {"messages": [{"role": role, "content": "x"} for role in roles], "add_generation_prompt": True}
+        try:
+            self._run(name, {**self._special_texts, "tools": None, **variables})
+        except ChatTemplateError:
+            return False
+        return True
 
     def _run(self, name: str, variables: dict[str, object]) -> str:
         try:

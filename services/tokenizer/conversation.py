@@ -14,10 +14,10 @@ from services.tokenizer.prompt_errors import ConversationError, InvalidTextError
 
 Message: TypeAlias = "dict[str, object]"
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # What reaches a template of a message; other keys that clients send along mean nothing to a model.
 _MESSAGE_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
-_MAX_DEPTH = 32
+_MAX_DEPTH = 72  # a tool around a schema of 32 levels, with `properties` between them
 _MAX_TEMPLATE_KWARGS = 16
 _MAX_KWARG_CHARACTERS = 256
 _MAX_KWARG_NUMBER = 1_000_000
@@ -29,7 +29,8 @@ class Conversation:
 
     Attributes:
         messages: As the client sent them: `role`, `content` (text, list of text parts, null or absent), and optionally
-            `name`, `tool_calls`, `tool_call_id`, `reasoning_content`. Other keys are not shown to the template.
+            `name`, `tool_calls` or `function_call`, `tool_call_id`, `reasoning_content`. Other keys are not shown to
+            the template.
         tools: The functions that the model may call, as the client sent them; None or empty for none.
         template_kwargs: Switches for the template such as `enable_thinking`: short text, bool, small number, None.
         add_generation_prompt: Open the assistant's turn at the end.
@@ -122,7 +123,7 @@ def map_texts(value: object, mapping: TextMapping, depth: int = 0) -> object:
     """Return a copy of a JSON value with every text in it replaced.
 
     Raises:
-        ConversationError: nested deeper than 32.
+        ConversationError: nested too deeply.
     """
     if depth > _MAX_DEPTH:
         raise ConversationError(f"nested deeper than {_MAX_DEPTH}")
@@ -155,11 +156,15 @@ def _message(message: object, place: str, knows_developer: bool) -> Message:
         raise ConversationError(f"the role must be one of {', '.join(ROLES)}", f"{place}.role")
     if role == "developer" and not knows_developer:
         role = "system"
+    if role == "function":  # the older spelling of a tool's answer
+        role = "tool"
     rendered: Message = {"role": role, "content": _content_text(message.get("content"), f"{place}.content")}
     for key in _MESSAGE_KEYS:
         value = message.get(key)
         if value is not None and value != []:
             rendered[key] = _tool_calls(value, f"{place}.tool_calls") if key == "tool_calls" else value
+    if message.get("function_call") is not None:
+        rendered["tool_calls"] = [_legacy_call(message, f"{place}.function_call")]
     return rendered
 
 
@@ -211,6 +216,13 @@ def _tool_call(call: object, place: str) -> dict[str, object]:
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ConversationError("must hold a function with a name", place)
     return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _legacy_call(message: Mapping[str, object], place: str) -> dict[str, object]:
+    """`function_call`, the older spelling of a single call."""
+    if message.get("tool_calls"):
+        raise ConversationError("cannot go together with tool_calls", place)
+    return {"type": "function", **_tool_call({"function": message["function_call"]}, place)}
 
 
 def _arguments(arguments: object) -> object:

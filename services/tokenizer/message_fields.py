@@ -12,13 +12,12 @@ from services.tokenizer.api_error import Code, bad_field
 from services.tokenizer.field_tables import Neutral, is_neutral
 
 # What reaches the chat template; the second part is text or null.
-SHOWN = frozenset({"role", "content", "tool_calls", "name", "tool_call_id", "reasoning_content"})
+SHOWN = frozenset({"role", "content", "tool_calls", "function_call", "name", "tool_call_id", "reasoning_content"})
 _TEXTS = ("name", "tool_call_id", "reasoning_content")
 
 # name -> the values that mean the same as leaving it out (null always does)
 UNBUILT: Mapping[str, Neutral] = {
     "audio": (),
-    "function_call": (),
     "refusal": ("",),
     "reasoning": ("",),
 }

@@ -23,7 +23,7 @@ class ReasoningMarks:
     Attributes:
         opening: Begins a block.
         closing: Ends it.
-        is_always_open: The block is open at the start of every answer, whatever the prompt's end looks like.
+        is_always_open: An answer begins inside a block unless the prompt's end closes one.
     """
 
     opening: str = "<think>"
@@ -32,7 +32,8 @@ class ReasoningMarks:
 
     def are_open_at(self, prompt_end: str) -> bool:
         """Whether an answer to a prompt that ends so begins inside a block."""
-        return self.is_always_open or prompt_end.rstrip(BLANKS).endswith(self.opening)
+        end = prompt_end.rstrip(BLANKS)
+        return end.endswith(self.opening) or (self.is_always_open and not end.endswith(self.closing))
 
     def are_left_open_in(self, text: str) -> bool:
         """Whether a text that the answer continues holds a block that is not closed."""

@@ -15,7 +15,7 @@ from datetime import datetime
 
 import jinja2
 import jinja2.ext
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -46,7 +46,11 @@ class RenderLimits:
 
 
 class CompiledTemplate:
-    """One template, its literals rewritten by `rewrite`, ready to render many times from any thread."""
+    """One template, its literals rewritten by `rewrite`, ready to render many times from any thread.
+
+    Attributes:
+        variables: What the template looks at of the variables that it is given.
+    """
 
     def __init__(self, source: str, rewrite: Callable[[str], str], limits: RenderLimits) -> None:
         """Parse and compile.
@@ -57,6 +61,7 @@ class CompiledTemplate:
         self._limits = limits
         environment = _environment(limits)
         tree = environment.parse(source)
+        self.variables = frozenset(meta.find_undeclared_variables(tree))
         _rewrite_literals(tree, rewrite)
         _tick_in_loops(tree)
         code = environment.compile(tree, filename="<chat template>")

@@ -12,16 +12,17 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from tokenizers import Tokenizer
 
 from services.model_files.tokenizer import LoadedTokenizer
-from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.chat_template import ChatTemplate, TemplateChoices
 from services.tokenizer.control_tokens import PRIVATE_NAME_LENGTH, ControlTokens
 from services.tokenizer.conversation import Conversation, check_text
+from services.tokenizer.dialect import DialectNames
 from services.tokenizer.prompt_errors import EncoderBusyError, EncodingFailedError, InvalidTextError, TextTooLongError
 from services.tokenizer.template_sandbox import RenderLimits
 
@@ -40,12 +41,14 @@ class EncoderSettings:
         num_threads: Long texts encoded at once.
         max_waiting: Long texts waiting or being encoded; more are refused with `EncoderBusyError`.
         chat_template: A template file of the operator's, in place of the model's.
+        dialect_names: How the model writes calls and thoughts, as the operator says.
     """
 
     max_tokens: int
     num_threads: int = 2
     max_waiting: int = 256
     chat_template: Path | None = None
+    dialect_names: DialectNames = field(default_factory=DialectNames)
 
 
 class TextEncoder:
@@ -64,7 +67,8 @@ class TextEncoder:
         self._settings = settings
         self._control = ControlTokens(loaded)
         limits = RenderLimits(self._max_bytes + PRIVATE_NAME_LENGTH * settings.max_tokens)
-        self.template = ChatTemplate(loaded, self._control, limits, settings.chat_template)
+        choices = TemplateChoices(settings.chat_template, settings.dialect_names)
+        self.template = ChatTemplate(loaded, self._control, limits, choices)
         self._pool = ThreadPoolExecutor(settings.num_threads, thread_name_prefix="encode")
         self._num_waiting = 0
         self._lock = threading.Lock()

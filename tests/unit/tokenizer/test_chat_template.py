@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from services.model_files.errors import ModelFileError
 from services.model_files.source import open_model
 from services.model_files.tokenizer import LoadedTokenizer, load_tokenizer
-from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.chat_template import ChatTemplate, TemplateChoices
 from services.tokenizer.control_tokens import ControlTokens
 from services.tokenizer.conversation import Conversation
 from services.tokenizer.prompt_errors import (
@@ -39,7 +39,7 @@ class _Chat:
     def __init__(self, loaded: LoadedTokenizer, max_characters: int = 100_000, override: Path | None = None) -> None:
         self.loaded = loaded
         self.control = ControlTokens(loaded)
-        self.template = ChatTemplate(loaded, self.control, RenderLimits(max_characters), override)
+        self.template = ChatTemplate(loaded, self.control, RenderLimits(max_characters), TemplateChoices(override))
 
     def render(self, messages: Sequence[Mapping[str, object]], **more: object) -> str:
         return self.control.reveal(self.template.render(Conversation(messages, **more)))  # type: ignore[arg-type]
@@ -105,7 +105,10 @@ def test_harmless_conversations_give_the_ids_of_transformers(
         tokenizer_object=loaded.tokenizer, bos_token="<s>", eos_token="</s>", chat_template=template
     )
     tools = [{"type": "function", "function": {"name": "add", "description": "2+2 <ü>"}}]
-    for given in (None, tools):
+    shows_tools = template == THINKING
+    if not shows_tools and any("tool_calls" in message for message in messages):
+        return  # rendered in the default form: see test_tool_default_form
+    for given in (None, tools) if shows_tools else (None,):
         expected = reference.apply_chat_template(
             messages, tools=given, add_generation_prompt=add_generation_prompt, return_dict=False
         )
@@ -288,16 +291,12 @@ def test_cht_13_empty_system_text_is_not_the_absence_of_one(smollm2: _Chat) -> N
         assert ids[:8] == [1, 9690, 198, 2, 198, 1, 4093, 198]
 
 
-def test_str_07_tools_on_a_template_that_ignores_them(smollm2: _Chat) -> None:
-    assert smollm2.ids([_user()], tools=[{"type": "function", "function": {"name": "f"}}]) == _HI
-
-
 def test_template_for_tools_is_used_when_there_are_tools(tmp_path: Path) -> None:
     loaded = small_model(tmp_path, "plain")
-    loaded.chat_templates["tool_use"] = "with {{ tools | length }}"
+    loaded.chat_templates["tool_use"] = "with {{ tools | length }} <tool_call>"
     chat = _Chat(loaded)
     assert chat.render([_user()]) == chat.render([_user()], tools=[]) == "plain"
-    assert chat.render([_user()], tools=[{"type": "function"}]) == "with 1"
+    assert chat.render([_user()], tools=[{"type": "function"}]) == "with 1 <tool_call>"
 
 
 def _broken_places() -> list[tuple[str, list[dict[str, object]], dict[str, object]]]:
@@ -342,5 +341,5 @@ def test_nesting_without_end_is_refused(smollm2: _Chat) -> None:
     schema: dict[str, object] = {}
     for _ in range(200):
         schema = {"items": schema}
-    with pytest.raises(ConversationError, match="nested deeper than 32"):
+    with pytest.raises(ConversationError, match="nested deeper than 72"):
         smollm2.ids([_user()], tools=[schema])

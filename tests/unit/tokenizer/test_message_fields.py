@@ -16,6 +16,7 @@ from tests.unit.tokenizer.small_models import THINKING
 
 USER: Json = {"role": "user", "content": "Hi 👋"}
 CALL: Json = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+OLD: Json = CALL["function"]
 CALLING: Json = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 ANSWER: Json = {"role": "tool", "content": "三", "tool_call_id": "1"}
 
@@ -28,7 +29,6 @@ def ask(server: Server, *messages: Json) -> Response:
     ("key", "value"),
     [
         ("audio", {"id": "a"}),
-        ("function_call", {"name": "f", "arguments": "{}"}),
         ("refusal", "No."),
         ("reasoning", "because"),
     ],
@@ -63,19 +63,21 @@ def test_unknown_keys_of_messages_and_parts_are_named_once(server: Server) -> No
     assert response.headers["x-ignored-fields"] == "messages[].id, messages[].content[].cache_control"
 
 
-def test_cht_02_str_07_calls_that_the_template_does_not_show_are_named(server: Server) -> None:
-    for calling in (CALLING, {"role": "assistant", "tool_calls": [CALL]}):
+def test_cht_02_str_07_calls_reach_a_model_whose_template_shows_none(server: Server) -> None:
+    for calling in (CALLING, {"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "function_call": OLD}):
         response = ask(server, USER, calling, ANSWER)
         assert response.status == 200
-        assert response.headers["x-ignored-fields"] == "messages[].tool_calls"
+        assert "x-ignored-fields" not in response.headers
+        messages = {"messages": [USER, calling, ANSWER]}
+        ids = unpack_int32(submits_of(server, messages, "/v1/chat/completions")[0].prompt_token_ids)
+        text = bytes(value for value in ids if value < 256)
+        assert b"None" not in text
+        assert b'assistant\n\n{"name": "f", "arguments": {}}\n' in text  # the tags are tokens of this model
+        assert "<tool_response>\n三\n</tool_response>".encode() in text
     response = ask(server, USER, {"role": "assistant", "content": "a", "reasoning_content": "b"}, USER)
     assert response.headers["x-ignored-fields"] == "messages[].reasoning_content"
-    ids = unpack_int32(
-        submits_of(server, {"messages": [USER, CALLING, ANSWER]}, "/v1/chat/completions")[0].prompt_token_ids
-    )
-    text = bytes(value for value in ids if value < 256)
-    assert b"None" not in text
-    assert "三".encode() in text
+    misplaced = ask(server, {**USER, "tool_calls": [CALL]})
+    assert misplaced.headers["x-ignored-fields"] == "messages[].tool_calls"
 
 
 def test_cht_02_a_template_that_shows_calls_has_nothing_to_name(
@@ -95,7 +97,10 @@ def test_cht_02_a_template_that_shows_calls_has_nothing_to_name(
 def test_a_tools_answer_that_is_not_shown_is_named_and_strict_fields_refuses_it(
     start_server: Callable[..., Server], tmp_path: Path
 ) -> None:
-    template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
+    template = (
+        "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
+        "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
     model = write_small_model(tmp_path, template)
     server = start_server(model=model)
     response = ask(server, USER, ANSWER)
