@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from services.detokenizer.incremental import IncrementalDecoder, TokenPieces
 from services.detokenizer.stop_strings import StopMatcher
 from services.wire.errors import ProtocolError
+from services.wire.logprob_columns import LogprobRun
 from services.wire.messages import Finish, TextParams
 
 _GOES_ON = Finish.NONE
@@ -27,7 +28,7 @@ class AnswerChunk:
     """What one advance gave: the ids taken, and the text that may be shown now.
 
     `text` starts at byte `text_offset` of the whole answer's UTF-8 text. A finish other than NONE ends the answer;
-    `stop` is the stop string that did.
+    `stop` is the stop string that did. `logprobs` are those of `token_ids`, when somebody asked for them.
     """
 
     first_index: int
@@ -36,6 +37,7 @@ class AnswerChunk:
     text_offset: int
     finish: Finish
     stop: str = ""
+    logprobs: LogprobRun | None = None
 
 
 class AnswerDecoder:

@@ -10,16 +10,18 @@ It must never let one answer's fault touch another: a row that raises ends its o
 from __future__ import annotations
 
 import logging
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from services.detokenizer.answer import AnswerChunk, AnswerDecoder
 from services.detokenizer.incremental import TokenPieces
 from services.detokenizer.outgoing import Outgoing
 from services.wire.columns import split_by_counts, unpack_int32, unpack_request_ids
+from services.wire.logprob_columns import LogprobRun, split_logprobs
 from services.wire.messages import DecodeOpen, Finish, TokensProduced
 
+_Row: TypeAlias = tuple[int, list[int], Finish, LogprobRun | None]  # first index, ids, why it ends, log-probabilities
 K = TypeVar("K")
 V = TypeVar("V")
 _log = logging.getLogger(__name__)
@@ -101,6 +103,10 @@ class Decoders:
         """
         counts = unpack_int32(batch.counts)
         runs = split_by_counts(unpack_int32(batch.token_ids), counts)
+        logprobs_of: Sequence[LogprobRun | None] = ()
+        if batch.logprob_counts:  # nearly never: a batch in which nobody asked pays nothing
+            entries = unpack_int32(batch.logprob_counts)
+            logprobs_of = split_logprobs(entries, batch.logprob_ids, batch.logprobs, counts)
         rows = zip(
             unpack_request_ids(batch.request_ids),
             unpack_int32(batch.attempts),
@@ -108,18 +114,19 @@ class Decoders:
             runs,
             [_finish_of[value] for value in batch.finishes],
             unpack_int32(batch.cached_tokens),
+            logprobs_of or [None] * len(counts),
             strict=True,
         )
-        for request_id, attempt, first_index, token_ids, finish, cached_tokens in rows:
+        for request_id, attempt, first_index, token_ids, finish, cached_tokens, logprobs in rows:
             answer = self._open.get(request_id)
             if answer is None or answer.attempt != attempt:
                 self._take_stray(request_id, attempt, first_index)
             elif first_index > answer.decoder.next_index:
                 self._ask_again(request_id, answer)
             elif len(token_ids) > MAX_IDS_OF_A_CHUNK:
-                self._take_long_row(request_id, answer, (first_index, token_ids, finish), cached_tokens)
+                self._take_long_row(request_id, answer, (first_index, token_ids, finish, logprobs), cached_tokens)
             else:
-                self._take_row(request_id, answer, (first_index, token_ids, finish), cached_tokens)
+                self._take_row(request_id, answer, (first_index, token_ids, finish, logprobs), cached_tokens)
 
     def drop_tokenizers(self, gone: Set[bytes]) -> None:
         """Forgets the answers of these tokenizer processes: nobody can read them."""
@@ -145,25 +152,23 @@ class Decoders:
             self._remember_ended(request_id, answer.attempt, None)
         self._open.clear()
 
-    def _take_long_row(
-        self, request_id: bytes, answer: _OpenAnswer, row: tuple[int, list[int], Finish], cached_tokens: int
-    ) -> None:
+    def _take_long_row(self, request_id: bytes, answer: _OpenAnswer, row: _Row, cached_tokens: int) -> None:
         """A replay, in pieces: a chunk must stay far below the limit of a frame."""
-        first_index, token_ids, finish = row
+        first_index, token_ids, finish, logprobs = row
         for start in range(0, len(token_ids), MAX_IDS_OF_A_CHUNK):
             piece = token_ids[start : start + MAX_IDS_OF_A_CHUNK]
             is_last = start + len(piece) == len(token_ids)
             if self._open.get(request_id) is answer:
-                piece_row = (first_index + start, piece, finish if is_last else Finish.NONE)
+                piece_logprobs = logprobs and logprobs.cut(start, start + len(piece))
+                piece_row = (first_index + start, piece, finish if is_last else Finish.NONE, piece_logprobs)
                 self._take_row(request_id, answer, piece_row, cached_tokens)
 
-    def _take_row(
-        self, request_id: bytes, answer: _OpenAnswer, row: tuple[int, list[int], Finish], cached_tokens: int
-    ) -> None:
+    def _take_row(self, request_id: bytes, answer: _OpenAnswer, row: _Row, cached_tokens: int) -> None:
         decoder = answer.decoder
         next_index, text_offset = decoder.next_index, decoder.text_offset
+        first_index, token_ids, finish, logprobs = row
         try:
-            chunk = decoder.advance(*row)
+            chunk = decoder.advance(first_index, token_ids, finish)
         except Exception:
             ending = _ending_at(next_index, text_offset, Finish.INTERNAL_ERROR)
             self._fail(request_id, answer.attempt, answer.tokenizer, ending)
@@ -171,6 +176,9 @@ class Decoders:
         if chunk is None:
             self.statistics.num_old_rows += 1
             return
+        if logprobs is not None and logprobs.num_entries:  # of the ids that are new and count
+            num_known = chunk.first_index - first_index
+            chunk.logprobs = logprobs.cut(num_known, num_known + len(chunk.token_ids))
         self._outgoing.add_chunk(answer.tokenizer, request_id, answer.attempt, chunk, cached_tokens)
         if chunk.finish is not Finish.NONE:
             self._end(request_id, answer, chunk)

@@ -10,6 +10,7 @@ from itertools import chain
 
 from services.detokenizer.answer import AnswerChunk
 from services.wire.columns import pack_int32, pack_request_ids
+from services.wire.logprob_columns import join_logprobs
 from services.wire.messages import DecodeFailed, Finish, Resend, StopFound, TextChunks
 
 MAX_ROWS = 65_536  # of one TextChunks message
@@ -19,11 +20,12 @@ MAX_CHUNK_BYTES = 4 * 1024 * 1024  # where another message begins; a quarter of 
 class ChunkRows:
     """The rows for one tokenizer; they become columns when all are there, which is cheaper than ten appends a row."""
 
-    __slots__ = ("_most_bytes", "_rows", "num_tokens")
+    __slots__ = ("_has_logprobs", "_most_bytes", "_rows", "num_tokens")
 
     def __init__(self) -> None:
         self._rows: list[tuple[bytes, int, int, AnswerChunk]] = []
-        self._most_bytes = 0  # of ids and texts, counting four bytes a character
+        self._most_bytes = 0  # of ids, log-probabilities and texts, counting four bytes a character
+        self._has_logprobs = False
         self.num_tokens = 0
 
     @property
@@ -37,11 +39,17 @@ class ChunkRows:
         num_ids = len(chunk.token_ids)
         self.num_tokens += num_ids
         self._most_bytes += 4 * (num_ids + len(chunk.text))
+        if chunk.logprobs is not None:
+            self._has_logprobs = True
+            self._most_bytes += 4 * num_ids + 8 * chunk.logprobs.num_entries
 
     def message(self) -> TextChunks:
         """The rows as they travel."""
         request_ids, attempts, cached_tokens, chunks = zip(*self._rows, strict=True)
         counts = [len(chunk.token_ids) for chunk in chunks]
+        logprobs = (b"", b"", b"")
+        if self._has_logprobs:
+            logprobs = join_logprobs([chunk.logprobs for chunk in chunks], counts)
         return TextChunks(
             request_ids=pack_request_ids(request_ids),
             attempts=pack_int32(attempts),
@@ -56,6 +64,9 @@ class ChunkRows:
             ),
             cached_tokens=pack_int32(cached_tokens),
             stops=tuple([chunk.stop for chunk in chunks if chunk.finish is Finish.STOP_STRING]),
+            logprob_counts=logprobs[0],
+            logprob_ids=logprobs[1],
+            logprobs=logprobs[2],
         )
 
 

@@ -23,7 +23,7 @@ from services.scheduler.policy import RemainderEstimate
 from services.scheduler.queues import QueueError, RequestQueues
 from services.scheduler.request import Request, RequestState
 from services.scheduler.step_plan import StepDraft, StepInFlight, check_cursors
-from services.scheduler.step_result import ResultError, RowResult, rows_of
+from services.scheduler.step_result import ResultError, RowResult, problem_of, rows_of
 from services.wire.messages import Finish, StepPlan, StepResult, Submit
 
 
@@ -325,11 +325,13 @@ class Core:
 
     def _apply_row(self, request: Request, row_result: RowResult | None, step: int) -> Produced:
         first_index = request.num_output
-        problem = self._problem_of(request, row_result, step)
+        problem = problem_of(request, row_result, step, self.limits.logits_width)
         if problem or row_result is None:
             self.counters.failed_rows += 1
             return self._finish(request, first_index, [], problem)
-        token_ids, finish = request.extend(row_result.token_ids)
+        token_ids, finish = request.extend(row_result[3])
+        if request.logprobs is not None and row_result[5] is not None:
+            request.logprobs.extend(row_result[5].cut(0, len(token_ids)))
         self.counters.output_tokens += len(token_ids)
         request.account.served_tokens += len(token_ids)
         if finish:
@@ -339,25 +341,6 @@ class Core:
             request.is_published = True
             self._queues.release_held(request)
         return Produced(request, first_index, token_ids, Finish.NONE)
-
-    def _problem_of(self, request: Request, row_result: RowResult | None, step: int) -> Finish:
-        """Why this row fails alone: what the worker said, or an answer that cannot be this request's."""
-        if row_result is None:
-            return Finish.INTERNAL_ERROR
-        request_id, attempt, first_index, token_ids, finish = row_result
-        if finish:
-            return finish
-        submit = request.submit
-        fits = (
-            len(token_ids) > 0
-            and first_index == request.num_output
-            # Plans ahead assumed one token; the worker may only give another number when none is in flight.
-            and (len(token_ids) == 1 or request.last_step == step)
-            and request_id == submit.request_id
-            and attempt == submit.attempt
-            and max(token_ids) < self.limits.logits_width
-        )
-        return Finish.NONE if fits else Finish.INTERNAL_ERROR
 
     def _finish(self, request: Request, first_index: int, token_ids: list[int], finish: Finish) -> Produced:
         is_sound = finish not in (Finish.NUMERICAL_ERROR, Finish.INTERNAL_ERROR)

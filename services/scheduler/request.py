@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from enum import Enum
 
+from services.scheduler.logprob_record import LogprobRecord
 from services.scheduler.radix_cache import TOKEN_BYTES, Node
 from services.scheduler.tenants import TenantAccount
 from services.wire.columns import unpack_int32
-from services.wire.messages import Finish, Submit
+from services.wire.messages import NO_LOGPROBS, Finish, Submit
 
 
 class RequestState(Enum):
@@ -60,6 +61,7 @@ class Request:
         "is_published",
         "last_step",
         "lock",
+        "logprobs",
         "max_length",
         "min_length",
         "num_computed",
@@ -89,6 +91,8 @@ class Request:
         self.num_output = len(submit.output_token_ids) // TOKEN_BYTES
         self.max_length = max_length
         self.min_length = self.num_prompt + submit.text.min_tokens
+        asks_logprobs = submit.sampling.num_logprobs != NO_LOGPROBS
+        self.logprobs = LogprobRecord(self.num_output) if asks_logprobs else None
         self.stop_ids = frozenset(unpack_int32(submit.stop_token_ids))
         self.num_computed = 0
         self.num_planned = 0
@@ -166,6 +170,8 @@ class Request:
         """Forgets the output tokens from index `num_output` on: the answer ended before them."""
         del self.token_bytes[(self.num_prompt + num_output) * TOKEN_BYTES :]
         self.num_output = num_output
+        if self.logprobs is not None:
+            self.logprobs.truncate(num_output)
 
     def key(self, num_tokens: int) -> bytes:
         """The first `num_tokens` known tokens as a key of the radix cache."""

@@ -1,11 +1,14 @@
-"""scheduler: the columns of a `StepResult`, read row by row."""
+"""scheduler: the columns of a `StepResult`, read row by row, and whether a row can be what its request awaits."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TypeAlias
 
+from services.scheduler.request import Request
 from services.wire.columns import split_by_counts, unpack_int32, unpack_request_ids
 from services.wire.errors import ProtocolError
+from services.wire.logprob_columns import LogprobRun, split_logprobs
 from services.wire.messages import Finish, StepResult
 
 
@@ -13,14 +16,9 @@ class ResultError(Exception):
     """A result that is not the one awaited, or does not hold together: this worker cannot be trusted."""
 
 
-class RowResult(NamedTuple):
-    """What one row gave: ids from output index `first_index` on, or why it failed."""
-
-    request_id: bytes
-    attempt: int
-    first_index: int
-    token_ids: list[int]
-    finish: Finish
+# What one row gave: request id, attempt, index of the first output id, the ids, NONE or why the row failed, and the
+# log-probabilities of the ids (None when no row of the result has any). A plain tuple: one is made for each token.
+RowResult: TypeAlias = tuple[bytes, int, int, list[int], Finish, LogprobRun | None]
 
 
 def rows_of(result: StepResult) -> dict[int, RowResult]:
@@ -31,13 +29,19 @@ def rows_of(result: StepResult) -> dict[int, RowResult]:
     """
     rows = unpack_int32(result.rows)
     try:
-        columns = map(
-            RowResult,
+        counts = unpack_int32(result.counts)
+        logprobs: Sequence[LogprobRun | None] = [None] * len(rows)
+        if result.logprob_counts:
+            entries = unpack_int32(result.logprob_counts)
+            logprobs = split_logprobs(entries, result.logprob_ids, result.logprobs, counts)
+        columns = zip(
             unpack_request_ids(result.request_ids),
             unpack_int32(result.attempts),
             unpack_int32(result.first_indexes),
-            split_by_counts(unpack_int32(result.token_ids), unpack_int32(result.counts)),
+            split_by_counts(unpack_int32(result.token_ids), counts),
             map(_FINISHES.__getitem__, result.finishes),
+            logprobs,
+            strict=True,
         )
         by_row = dict(zip(rows, columns, strict=True))
     except (ProtocolError, KeyError) as error:
@@ -45,6 +49,39 @@ def rows_of(result: StepResult) -> dict[int, RowResult]:
     if len(by_row) != len(rows):
         raise ResultError(f"result of step {result.step} names a row twice")
     return by_row
+
+
+def problem_of(request: Request, row_result: RowResult | None, step: int, logits_width: int) -> Finish:
+    """Why this row fails alone: what the worker said, or an answer that cannot be this request's.
+
+    Args:
+        request: the one whose row it is.
+        row_result: what the worker said of it; None when nothing, though the plan let it sample.
+        step: the plan's.
+        logits_width: ids that the worker can produce are [0, logits_width).
+    """
+    if row_result is None:
+        return Finish.INTERNAL_ERROR
+    request_id, attempt, first_index, token_ids, finish, logprobs = row_result
+    if finish:
+        return finish
+    submit = request.submit
+    fits = (
+        len(token_ids) > 0
+        and first_index == request.num_output
+        # Plans ahead assumed one token; the worker may only give another number when none is in flight.
+        and (len(token_ids) == 1 or request.last_step == step)
+        and request_id == submit.request_id
+        and attempt == submit.attempt
+        and max(token_ids) < logits_width
+        and (request.logprobs is None or _has_entries(logprobs))
+    )
+    return Finish.NONE if fits else Finish.INTERNAL_ERROR
+
+
+def _has_entries(logprobs: LogprobRun | None) -> bool:
+    """Whether every id has log-probabilities: a client that asked must not get an answer with holes."""
+    return logprobs is not None and all(logprobs.counts)
 
 
 _FINISHES = {finish.value: finish for finish in Finish}

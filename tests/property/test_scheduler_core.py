@@ -59,6 +59,7 @@ class CoreMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(["", "a"]),
         priority=st.integers(-1, 1),
         cache_root=st.sampled_from([b"", b"salt"]),
+        num_logprobs=st.sampled_from([-1, -1, 0, 3]),
     )
     def submit(
         self,

@@ -9,9 +9,9 @@ from services.scheduler.core import Core
 from services.scheduler.outcomes import Produced
 from services.scheduler.policy import RemainderEstimate
 from services.scheduler.request import Request
-from services.wire.columns import unpack_int32
+from services.wire.columns import unpack_float32, unpack_int32
 from services.wire.messages import Finish, Submit
-from tests.unit.scheduler.fake_worker import VOCAB_SIZE, FakeWorker, solo_output
+from tests.unit.scheduler.fake_worker import VOCAB_SIZE, FakeWorker, solo_logprobs, solo_output
 
 EPOCH = 0x1234
 
@@ -143,3 +143,19 @@ class Driver:
         else:
             assert answer.finish is not Finish.NONE
             assert answer.token_ids == expected[: len(answer.token_ids)]
+        self.check_logprobs(answer)
+
+    def check_logprobs(self, answer: Answer) -> None:
+        """What would be sent again of an answer's log-probabilities, from any index on, is what its solo run has."""
+        request, num_before = answer.request, len(answer.request.submit.output_token_ids) // 4
+        if request.logprobs is None:
+            assert request.submit.sampling.num_logprobs < 0
+            return
+        expected = solo_logprobs(request.submit, answer.token_ids)
+        expected[:num_before] = [[]] * min(num_before, len(expected))  # known to the tokenizer already
+        for first_index in (0, len(expected) // 2):
+            run = request.logprobs.between(first_index, len(expected))
+            ids, values = unpack_int32(run.ids), unpack_float32(run.values)
+            entries = iter(zip(ids, values, strict=True))
+            assert [[next(entries) for _ in range(count)] for count in run.counts] == expected[first_index:]
+            assert next(entries, None) is None

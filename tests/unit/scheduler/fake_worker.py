@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from services.wire.codec import decode, encode
-from services.wire.columns import pack_int32, split_by_counts, unpack_int32
+from services.wire.columns import pack_float32, pack_int32, split_by_counts, unpack_int32
 from services.wire.messages import Finish, NewRow, SamplingParams, StepPlan, StepResult, Submit, TextParams
 
 VOCAB_SIZE = 50
@@ -23,6 +23,21 @@ NOT_A_NUMBER = -7
 def next_token(sampling: SamplingParams, tokens: bytes) -> int:
     """The token after `tokens` (int32 bytes)."""
     return zlib.crc32(tokens, zlib.crc32(f"{sampling.seed} {sampling.choice}".encode())) % VOCAB_SIZE
+
+
+def logprobs_of(sampling: SamplingParams, tokens: bytes, token_id: int) -> list[tuple[int, float]]:
+    """What the worker says of `token_id` after `tokens`: itself, then as many others as were asked for."""
+    ids = [token_id, *((token_id + i) % VOCAB_SIZE for i in range(1, sampling.num_logprobs + 1))]
+    return [(i, -float(zlib.crc32(tokens, i) % 1024)) for i in ids if sampling.num_logprobs >= 0]
+
+
+def solo_logprobs(submit: Submit, token_ids: list[int]) -> list[list[tuple[int, float]]]:
+    """The log-probabilities of an answer's ids when it runs alone."""
+    tokens = submit.prompt_token_ids + pack_int32(token_ids)
+    return [
+        logprobs_of(submit.sampling, tokens[: len(submit.prompt_token_ids) + 4 * i], token_id)
+        for i, token_id in enumerate(token_ids)
+    ]
 
 
 def solo_output(submit: Submit, max_total_tokens: int) -> tuple[list[int], Finish]:
@@ -48,7 +63,7 @@ def new_submit(
     group_id: int | None = None,
     **other: object,
 ) -> Submit:
-    """A Submit with small numbers for ids; `other`: output_token_ids, min_tokens, choice, or fields by their names."""
+    """A Submit with small numbers for ids; `other`: output_token_ids, min_tokens, choice, num_logprobs, or fields."""
     outputs = other.pop("output_token_ids", [])
     assert isinstance(outputs, list)
     fields: dict[str, object] = {
@@ -58,7 +73,9 @@ def new_submit(
         "priority": 0,
         "deadline_ms": 0,
         "text": TextParams((), False, True, int(str(other.pop("min_tokens", 0)))),
-        "sampling": SamplingParams(0.0, 1.0, 0, 0.0, 7, int(str(other.pop("choice", 0)))),
+        "sampling": SamplingParams(
+            0.0, 1.0, 0, 0.0, 7, int(str(other.pop("choice", 0))), num_logprobs=int(str(other.pop("num_logprobs", -1)))
+        ),
     }
     return Submit(
         request_id=request_id.to_bytes(16, "big"),
@@ -175,7 +192,8 @@ class FakeWorker:
         is_nan = is_nan or NOT_A_NUMBER in array("i", read)
         token_id = 0 if is_nan else next_token(row.sampling, read)
         row.tokens += pack_int32([token_id])
-        return _Sampled(number, row, first_index, [] if is_nan else [token_id])
+        logprobs = [] if is_nan else logprobs_of(row.sampling, read, token_id)
+        return _Sampled(number, row, first_index, [] if is_nan else [token_id], [logprobs])
 
     def _read(self, row: FakeRow, num_tokens: int) -> bytes:
         size = self.page_size
@@ -188,9 +206,12 @@ class _Sampled:
     row: FakeRow
     first_index: int
     token_ids: list[int]
+    logprobs: list[list[tuple[int, float]]]
 
 
 def _result(plan: StepPlan, sampled: list[_Sampled]) -> StepResult:
+    entries = [logprobs for outcome in sampled if outcome.token_ids for logprobs in outcome.logprobs]
+    asks = any(entries)
     return StepResult(
         epoch=plan.epoch,
         step=plan.step,
@@ -203,4 +224,7 @@ def _result(plan: StepPlan, sampled: list[_Sampled]) -> StepResult:
         finishes=bytes(Finish.NONE if outcome.token_ids else Finish.NUMERICAL_ERROR for outcome in sampled),
         forward_us=1,
         step_us=1,
+        logprob_counts=pack_int32(map(len, entries)) if asks else b"",
+        logprob_ids=pack_int32(token_id for logprobs in entries for token_id, _ in logprobs),
+        logprobs=pack_float32(value for logprobs in entries for _, value in logprobs),
     )
