@@ -25,6 +25,7 @@ KEY, OTHER_KEY, ADMIN_KEY = "sk-Alpha-111", "sk-Beta-222", "admin-333"
 BEARER = {"Authorization": f"Bearer {KEY}"}
 TEXT_PATH = "/v1/completions"
 OPEN = sorted(path for path, route in ROUTES.items() if route.audience is Audience.ANYONE)
+CONTROL = sorted(path for path, route in ROUTES.items() if route.audience is Audience.CONTROL)
 CLOSED = sorted(set(ROUTES) - set(OPEN))
 
 
@@ -64,12 +65,19 @@ def over_control(server: Server, method: str, path: str, body: object = None) ->
 
 
 @pytest.mark.parametrize("path", CLOSED)
-@pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "BREW"])
+@pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE"])
 def test_sec_17_every_route_wants_a_key_whatever_the_method(keyed: Server, path: str, method: str) -> None:
-    response = request(keyed.port, method, path.replace("{id}", "small"), b"{}" if method == "POST" else None)
-    assert response.status == 401
-    assert response.headers["www-authenticate"] == "Bearer"
-    assert response.headers["connection"] == "close"
+    with Connection(keyed.port) as connection:
+        connection.send(method, path.replace("{id}", "small"), b"{}" if method == "POST" else None)
+        status, headers = connection.read_head()
+    assert status == 401
+    assert headers["www-authenticate"] == "Bearer"
+    assert headers["connection"] == "close"
+
+
+def test_what_is_open_to_everybody_is_what_the_documents_say() -> None:
+    assert OPEN == ["/health", "/live", "/ready"]
+    assert len(CONTROL) > 3
 
 
 @pytest.mark.parametrize("path", OPEN)
@@ -215,6 +223,35 @@ def test_sec_18_the_control_socket_is_private_and_answers_without_a_key(keyed: S
     assert over_control(keyed, "GET", "/v1/models").status == 200
     assert over_control(keyed, "POST", TEXT_PATH, {"prompt": "x"}).status == 200
     assert "roles" in over_control(keyed, "GET", "/health").json()
+
+
+@pytest.mark.parametrize("path", CONTROL)
+def test_sec_18_control_routes_are_not_on_the_public_port_whoever_asks(keyed: Server, path: str) -> None:
+    for key in (KEY, ADMIN_KEY):
+        response = request(keyed.port, ROUTES[path].method, path, Authorization=f"Bearer {key}")
+        assert response.status == 404
+        nowhere = request(keyed.port, ROUTES[path].method, "/nothing", Authorization=f"Bearer {key}")
+        assert response.body == nowhere.body.replace(b"/nothing", path.encode())
+    assert over_control(keyed, "DELETE", path).status == 405
+
+
+@pytest.mark.parametrize("path", CONTROL)
+def test_sec_18_without_keys_control_routes_are_not_on_the_public_port_either(server: Server, path: str) -> None:
+    assert request(server.port, ROUTES[path].method, path).status == 404
+
+
+def test_sec_18_on_the_public_port_control_routes_want_the_admin_key(small_model_path: Path) -> None:
+    flags = ("--api-key", KEY, "--admin-key", ADMIN_KEY, "--admin-on-public")
+    server = Server(small_model_path, *flags, is_ready=lambda port: takes_requests(port, **BEARER))
+    try:
+        for headers in ({}, BEARER, {"x-api-key": "wrong"}):
+            assert request(server.port, "GET", "/server_info", **headers).status == 401
+        response = request(server.port, "GET", "/server_info", **{"x-api-key": ADMIN_KEY})
+        assert response.status == 200
+        for key in (KEY, ADMIN_KEY):
+            assert key.encode() not in response.body
+    finally:
+        server.close()
 
 
 def test_sec_18_a_control_port_wants_the_admin_key(small_model_path: Path) -> None:
