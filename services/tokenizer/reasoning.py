@@ -40,6 +40,9 @@ class ReasoningMarks:
         return text.rfind(self.opening) > text.rfind(self.closing)
 
 
+DEFAULT_MARKS = ReasoningMarks()
+
+
 @dataclass(frozen=True)
 class ReasoningWish:
     """What a request wants of the thoughts.

@@ -16,8 +16,9 @@ from enum import Enum, auto
 
 from services.tokenizer.api_error import Code, bad_field
 from services.tokenizer.json_schema_check import SchemaLimits
-from services.tokenizer.reasoning import ReasoningMarks
+from services.tokenizer.reasoning import DEFAULT_MARKS, ReasoningMarks
 from services.tokenizer.tool_families import CallForm
+from services.tokenizer.tool_llama3 import TAG
 from services.tokenizer.tool_pythonic_grammar import pythonic_calls
 from services.tokenizer.tool_requests import ToolUse
 from services.wire.messages import Grammar, GrammarKind
@@ -68,58 +69,83 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def call_grammar(
-    form: CallForm, use: ToolUse, setting: GrammarSetting, thinking: Thinking, marks: ReasoningMarks
+@dataclass(frozen=True)
+class GrammarFrame:
+    """What surrounds the calls of an answer."""
+
+    setting: GrammarSetting
+    thinking: Thinking = Thinking.NONE
+    marks: ReasoningMarks = DEFAULT_MARKS
+
+
+def answer_grammar(
+    frame: GrammarFrame, form: CallForm, use: ToolUse | None, structure: Grammar | None
 ) -> Grammar | None:
-    """The grammar for a request's calls; None when the model writes freely.
+    """The grammar for a request's answers; None when the model writes freely.
+
+    Args:
+        frame: What comes before the rest.
+        form: How calls are written.
+        use: The tools; None for none.
+        structure: What another field asks the answer to be; a call may stand in its place, or must.
 
     Raises:
-        ApiError: 400 naming the function: its schema cannot be kept.
+        ApiError: 400 naming the function or the field: a schema cannot be kept, or not beside thoughts or calls.
     """
-    is_lazy = not use.must_call
-    if is_lazy and not (any(function.is_strict for function in use.functions) and form in _LAZY_FORMS):
-        return None
-    if is_lazy and thinking is Thinking.MAY_COME:
-        thinking = Thinking.NONE  # thoughts are free text like any other
-    rules = _Rules(setting, use)
-    return Grammar(GrammarKind.LARK, "\n".join([_start(rules.start(form), setting, thinking, marks), *rules.lines]))
+    rules = _Rules(frame.setting, use) if use is not None else None
+    if rules is None or use is None:
+        return structure if structure is None or frame.thinking is Thinking.NONE else _framed(frame, structure)
+    if use.must_call:
+        return _joined(frame, rules.start(form), rules.lines)
+    if structure is not None:
+        calls = rules.start(form)
+        if form == "llama3":  # bare JSON, as the answer may be: a tag tells calls from it
+            calls = f"{frame.setting.word(TAG)} {calls}"
+        return _joined(frame, f"{calls} | answer", [*rules.lines, _answer_rule(structure)])
+    if form in _LAZY_FORMS and any(function.is_strict for function in use.functions):
+        # Thoughts that may come are free text like any other.
+        is_open = frame.thinking is Thinking.IS_OPEN
+        free = frame if is_open else GrammarFrame(frame.setting, marks=frame.marks)
+        return _joined(free, rules.lazy_start(form), rules.lines)
+    return None
 
 
-def with_thoughts(grammar: Grammar, setting: GrammarSetting, thinking: Thinking, marks: ReasoningMarks) -> Grammar:
-    """A grammar of another field, with room for thoughts before what it asks for.
-
-    Raises:
-        ApiError: 400: an EBNF grammar, which has no place for them.
-    """
-    if thinking is Thinking.NONE:
-        return grammar
-    if grammar.kind is GrammarKind.EBNF:
-        problem = "cannot be kept by a model that thinks first: turn thinking off (chat_template_kwargs)"
-        raise bad_field("ebnf", problem, Code.UNSUPPORTED_VALUE)
-    rest: Sequence[str]
-    if grammar.kind is GrammarKind.JSON_SCHEMA:
-        rest = [f"answer: %json {grammar.text}"]
-    elif grammar.kind is GrammarKind.REGEX:
-        rest = [f"answer: /{_slashed(grammar.text)}/"]
-    else:
-        rest = ["answer:" + grammar.text.removeprefix("start:")]
-    return Grammar(GrammarKind.LARK, "\n".join([_start("answer", setting, thinking, marks), *rest]))
+def _framed(frame: GrammarFrame, structure: Grammar) -> Grammar:
+    return _joined(frame, "answer", [_answer_rule(structure)])
 
 
-def _start(rest: str, setting: GrammarSetting, thinking: Thinking, marks: ReasoningMarks) -> str:
-    """The first rule: thoughts, blanks, the rest."""
-    if thinking is Thinking.NONE:
-        return f"start: {rest}"
+def _answer_rule(structure: Grammar) -> str:
+    """A grammar of another field as the rule `answer`."""
+    match structure.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return f"answer: %json {structure.text}"
+        case GrammarKind.REGEX:
+            return f"answer: /{_slashed(structure.text)}/"
+        case GrammarKind.LARK:
+            return "answer:" + structure.text.removeprefix("start:")
+        case GrammarKind.EBNF:
+            problem = "cannot be kept beside tools or by a model that thinks first (turn thinking off)"
+            raise bad_field("ebnf", problem, Code.UNSUPPORTED_VALUE)
+
+
+def _joined(frame: GrammarFrame, rest: str, lines: Sequence[str]) -> Grammar:
+    """The first rule (thoughts, blanks, the rest) and the others."""
+    setting, marks = frame.setting, frame.marks
+    if frame.thinking is Thinking.NONE:
+        return Grammar(GrammarKind.LARK, "\n".join([f"start: {rest}", *lines]))
     if marks.closing in setting.control_ids:
         thoughts = f"thoughts: {_ANY_TEXT} {setting.word(marks.closing)}"
     else:
         thoughts = f"thoughts[lazy]: {_ANY_TEXT[:-1]}{_slashed(marks.closing)}/"
-    block = "thoughts BLANKS" if thinking is Thinking.IS_OPEN else f"({setting.word(marks.opening)} thoughts BLANKS)?"
-    return f"start: {block} ({rest})\n{thoughts}\nBLANKS: /[ \\n]{{0,4}}/"
+    block = "thoughts BLANKS?"
+    if frame.thinking is Thinking.MAY_COME:
+        block = f"({setting.word(marks.opening)} {block})?"
+    first = [f"start: {block} ({rest})", thoughts, "BLANKS: /[ \\n]{1,4}/"]
+    return Grammar(GrammarKind.LARK, "\n".join([*first, *lines]))
 
 
 def _slashed(pattern: str) -> str:
-    """A regular expression between slashes; one that is escaped stays as it is."""
+    """A regular expression between slashes; what is escaped stays as it is."""
     pieces: list[str] = []
     is_escaped = False
     for character in pattern:
@@ -134,10 +160,16 @@ class _Rules:
     def __init__(self, setting: GrammarSetting, use: ToolUse) -> None:
         self._setting = setting
         self._use = use
+        self._is_lazy = False
         self.lines: list[str] = []
 
+    def lazy_start(self, form: CallForm) -> str:
+        """Free text with calls in it."""
+        self._is_lazy = True
+        return self.start(form)
+
     def start(self, form: CallForm) -> str:
-        """What an answer is made of."""
+        """Calls and nothing else."""
         match form:
             case "hermes":
                 return self._hermes()
@@ -167,7 +199,7 @@ class _Rules:
         more = "" if self._use.max_calls == 1 else f"({quoted(', ')} object)*"
         self.lines.append(f'list: " [" object {more} "]"')
         opening = self._setting.word("[TOOL_CALLS]")
-        return f"{opening} list" if self._use.must_call else self._lazily(opening, "list", "?")
+        return self._lazily(opening, "list", "?") if self._is_lazy else f"{opening} list"
 
     def _pythonic(self) -> str:
         for index, function in enumerate(self._use.callable_functions):
@@ -191,7 +223,7 @@ class _Rules:
         return " | ".join(f"f{index}" for index in range(len(self._use.callable_functions)))
 
     def _calls(self, opening: str, rest: str, separator: str) -> str:
-        if not self._use.must_call:
+        if self._is_lazy:
             return self._lazily(opening, rest, "?" if self._use.max_calls == 1 else "*")
         self.lines.append(f"call: {opening} {rest}")
         return self._repeated(separator)
