@@ -157,7 +157,9 @@ class Core:
             if request.state is RequestState.RUNNING:
                 request.num_computed = end
             if row_result is not None or samples:
-                outcomes.append(self._apply_row(request, row_result, flight.step))
+                outcome = self._apply_row(request, row_result, end)
+                if outcome is not None:
+                    outcomes.append(outcome)
         self.counters.dropped_rows += len(by_row)  # rows that no plan asked for
         return outcomes
 
@@ -217,7 +219,10 @@ class Core:
         return bool(self._released_rows) and not self._queues.running and not self._in_flight
 
     def _split_running(self) -> tuple[list[Request], list[Request]]:
-        """The running requests that have something to compute: those with one token to go, and those with more."""
+        """The running requests that have something to compute: those with one token to go, and those with more.
+
+        Both in order of admission, so an answer that catches up with several ids of one result stands before prompts.
+        """
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in self._queues.running.values():
@@ -323,12 +328,14 @@ class Core:
 
     # ------------------------------------------------------------ results and ends
 
-    def _apply_row(self, request: Request, row_result: RowResult | None, step: int) -> Produced:
+    def _apply_row(self, request: Request, row_result: RowResult | None, end: int) -> Produced | None:
         first_index = request.num_output
-        problem = problem_of(request, row_result, step, self.limits.logits_width)
-        if problem or row_result is None:
+        problem = problem_of(request, row_result, end, self.limits.logits_width)
+        if problem:
             self.counters.failed_rows += 1
             return self._finish(request, first_index, [], problem)
+        if row_result is None or not row_result[3]:
+            return None  # an earlier result brought several ids, the one that this plan would have sampled among them
         token_ids, finish = request.extend(row_result[3])
         if request.logprobs is not None and row_result[5] is not None:
             request.logprobs.extend(row_result[5].cut(0, len(token_ids)))

@@ -157,7 +157,8 @@ class Request:
             finish = self._verdict(token_id)
             if finish:
                 break
-        self.num_expected += num_taken - 1  # its plan counted one
+        # Its plan counted one, and so did each plan in flight; those that end before the last of these ids give none.
+        self.num_expected = max(self.num_expected, self.num_tokens)
         return token_ids[:num_taken], finish
 
     def first_verdict(self) -> Finish:

@@ -122,12 +122,15 @@ class CursorError(Exception):
 
 
 def check_cursors(requests: Iterable[Request], in_flight: Iterable[StepInFlight], page_size: int) -> None:
-    """CursorError unless each request expects what plans in flight sample, and has pages for what they compute."""
+    """CursorError unless each request expects what plans in flight sample, and has pages for what they compute.
+
+    A plan that computes a token before the last known one gives none, though it was let sample.
+    """
     num_sampled = Counter(
         request.request_id
         for flight in in_flight
-        for request, samples in zip(flight.requests, flight.samples, strict=True)
-        if samples
+        for request, end, samples in zip(flight.requests, flight.ends, flight.samples, strict=True)
+        if samples and end >= request.num_tokens
     )
     for request in requests:
         if request.num_expected != request.num_tokens + num_sampled[request.request_id]:

@@ -51,31 +51,33 @@ def rows_of(result: StepResult) -> dict[int, RowResult]:
     return by_row
 
 
-def problem_of(request: Request, row_result: RowResult | None, step: int, logits_width: int) -> Finish:
+def problem_of(request: Request, row_result: RowResult | None, end: int, logits_width: int) -> Finish:
     """Why this row fails alone: what the worker said, or an answer that cannot be this request's.
 
     Args:
         request: the one whose row it is.
-        row_result: what the worker said of it; None when nothing, though the plan let it sample.
-        step: the plan's.
+        row_result: what the worker said of it; None when nothing.
+        end: tokens that the plan had computed, which let the row sample after the last of them. When an earlier result
+            brought several ids, the token there may be known by now: then the plan gives none.
         logits_width: ids that the worker can produce are [0, logits_width).
     """
+    is_known = end < request.num_prompt + request.num_output
     if row_result is None:
-        return Finish.INTERNAL_ERROR
+        return Finish.NONE if is_known else Finish.INTERNAL_ERROR
     request_id, attempt, first_index, token_ids, finish, logprobs = row_result
     if finish:
         return finish
     submit = request.submit
-    fits = (
-        len(token_ids) > 0
-        and first_index == request.num_output
-        # Plans ahead assumed one token; the worker may only give another number when none is in flight.
-        and (len(token_ids) == 1 or request.last_step == step)
-        and request_id == submit.request_id
-        and attempt == submit.attempt
-        and max(token_ids) < logits_width
-        and (request.logprobs is None or _has_entries(logprobs))
-    )
+    if is_known or not token_ids:
+        fits = is_known and not token_ids
+    else:
+        fits = (
+            first_index == request.num_output
+            and request_id == submit.request_id
+            and attempt == submit.attempt
+            and max(token_ids) < logits_width
+            and (request.logprobs is None or _has_entries(logprobs))
+        )
     return Finish.NONE if fits else Finish.INTERNAL_ERROR
 
 

@@ -28,9 +28,17 @@ class CoreMachine(RuleBasedStateMachine):
         max_rows=st.integers(1, 6),
         chunk_tokens=st.sampled_from([3, 16, -1]),
         is_reckless=st.booleans(),
+        jump_seed=st.none() | st.integers(0, 1000),
     )
     def start(
-        self, page_size: int, pool_tokens: int, plans_ahead: int, max_rows: int, chunk_tokens: int, is_reckless: bool
+        self,
+        page_size: int,
+        pool_tokens: int,
+        plans_ahead: int,
+        max_rows: int,
+        chunk_tokens: int,
+        is_reckless: bool,
+        jump_seed: int | None,
     ) -> None:
         self.driver = Driver(
             new_limits(
@@ -43,6 +51,7 @@ class CoreMachine(RuleBasedStateMachine):
             ),
             is_reckless,
         )
+        self.driver.worker.jumps = None if jump_seed is None else Random(jump_seed)
         self.numbers = itertools.count(1)
 
     @property

@@ -44,7 +44,7 @@ def chunks_for(decoders: Decoders) -> dict[bytes, TextChunks]:
 def entries_of(message: TextChunks) -> list[list[list[tuple[int, float]]]]:
     """For each row, for each id, its entries."""
     entries = zip(unpack_int32(message.logprob_ids), unpack_float32(message.logprobs), strict=True)
-    by_id = split_by_counts(list(entries), unpack_int32(message.logprob_counts))  # type: ignore[arg-type, type-var]
+    by_id = split_by_counts(list(entries), unpack_int32(message.logprob_counts))  # type: ignore[arg-type]
     return split_by_counts(by_id, unpack_int32(message.counts))  # type: ignore[arg-type, return-value]
 
 

@@ -11,6 +11,7 @@ import zlib
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
+from random import Random
 
 from services.wire.codec import decode, encode
 from services.wire.columns import pack_float32, pack_int32, split_by_counts, unpack_int32
@@ -97,6 +98,7 @@ class FakeRow:
     pages: list[int]
     sampling: SamplingParams
     num_computed: int = -1  # unknown until the first plan says where it starts
+    jumped_step: int = -1  # the last step that gave it more than one id
 
 
 @dataclass
@@ -112,10 +114,14 @@ class FakeWorker:
     results: deque[StepResult] = field(default_factory=deque)
     step_tokens: list[list[int]] = field(default_factory=list)
     """For each step, how many tokens each of its rows computed."""
+    jumps: Random | None = None
+    """Decides where a row's next ids are forced, so that it gives several at once; None: nowhere."""
+    num_jumps: int = 0
 
     def __post_init__(self) -> None:
         self.memory = array("i", [NOT_A_NUMBER]) * (self.num_pages * self.page_size)
         self.next_step = 0
+        self.num_delivered = 0
 
     def run(self, sent: StepPlan) -> None:
         """Takes a plan as the wire would bring it and computes it."""
@@ -136,6 +142,7 @@ class FakeWorker:
 
     def deliver(self) -> StepResult:
         """The oldest result, as the wire would bring it."""
+        self.num_delivered += 1
         result = decode(encode(self.results.popleft()))
         assert isinstance(result, StepResult)
         return result
@@ -179,21 +186,43 @@ class FakeWorker:
         assert row.num_computed in (start, -1)
         assert end <= num_known
         assert end <= len(row.pages) * self.page_size
-        assert samples == (end == num_known)
+        if samples and end < num_known:  # planned before the result came that brought several ids: it gives none
+            assert row.jumped_step >= self.num_delivered
+            samples = False
+            is_told = self.jumps is not None and self.jumps.random() < 0.5
+        else:
+            assert samples == (end == num_known)
+            is_told = False
         row.num_computed = end
         is_nan = samples and row.request_id in self.nan_requests
         new_ids = [NOT_A_NUMBER] * count if is_nan else unpack_int32(bytes(row.tokens[4 * start : 4 * end]))
         for position, token_id in zip(range(start, end), new_ids, strict=True):
             self.memory[row.pages[position // self.page_size] * self.page_size + position % self.page_size] = token_id
         if not samples:
-            return None
+            return _Sampled(number, row, num_known - row.num_prompt, [], []) if is_told else None
         first_index = num_known - row.num_prompt
         read = self._read(row, end)
         is_nan = is_nan or NOT_A_NUMBER in array("i", read)
-        token_id = 0 if is_nan else next_token(row.sampling, read)
-        row.tokens += pack_int32([token_id])
-        logprobs = [] if is_nan else logprobs_of(row.sampling, read, token_id)
-        return _Sampled(number, row, first_index, [] if is_nan else [token_id], [logprobs])
+        if is_nan:
+            row.tokens += pack_int32([0])
+            return _Sampled(number, row, first_index, [], [], Finish.NUMERICAL_ERROR)
+        num_ids = self._num_ids(row, read)
+        for _ in range(num_ids):
+            token_id = next_token(row.sampling, bytes(row.tokens))
+            row.tokens += pack_int32([token_id])
+        ids = unpack_int32(bytes(row.tokens[-4 * num_ids :]))
+        before = [bytes(row.tokens[: 4 * (num_known + i)]) for i in range(num_ids)]
+        logprobs = [logprobs_of(row.sampling, tokens, each) for tokens, each in zip(before, ids, strict=True)]
+        return _Sampled(number, row, first_index, ids, logprobs)
+
+    def _num_ids(self, row: FakeRow, read: bytes) -> int:
+        """How many ids a row gives; what it read from its pages must be its tokens."""
+        assert read == bytes(row.tokens)
+        if self.jumps is None or self.jumps.random() < 0.7:
+            return 1
+        row.jumped_step = self.next_step - 1
+        self.num_jumps += 1
+        return self.jumps.randrange(2, 9)
 
     def _read(self, row: FakeRow, num_tokens: int) -> bytes:
         size = self.page_size
@@ -207,10 +236,11 @@ class _Sampled:
     first_index: int
     token_ids: list[int]
     logprobs: list[list[tuple[int, float]]]
+    finish: Finish = Finish.NONE
 
 
 def _result(plan: StepPlan, sampled: list[_Sampled]) -> StepResult:
-    entries = [logprobs for outcome in sampled if outcome.token_ids for logprobs in outcome.logprobs]
+    entries = [logprobs for outcome in sampled for logprobs in outcome.logprobs]
     asks = any(entries)
     return StepResult(
         epoch=plan.epoch,
@@ -221,7 +251,7 @@ def _result(plan: StepPlan, sampled: list[_Sampled]) -> StepResult:
         first_indexes=pack_int32(outcome.first_index for outcome in sampled),
         counts=pack_int32(len(outcome.token_ids) for outcome in sampled),
         token_ids=pack_int32(token_id for outcome in sampled for token_id in outcome.token_ids),
-        finishes=bytes(Finish.NONE if outcome.token_ids else Finish.NUMERICAL_ERROR for outcome in sampled),
+        finishes=bytes(outcome.finish for outcome in sampled),
         forward_us=1,
         step_us=1,
         logprob_counts=pack_int32(map(len, entries)) if asks else b"",

@@ -22,7 +22,7 @@ Entries = list[list[tuple[int, float]]]  # of the ids of an answer
 def entries_of(message: TokensProduced) -> dict[tuple[bytes, int], Entries]:
     """(request id, first index) -> the entries of the row's ids."""
     pairs = list(zip(unpack_int32(message.logprob_ids), unpack_float32(message.logprobs), strict=True))
-    by_id = split_by_counts(pairs, unpack_int32(message.logprob_counts))  # type: ignore[arg-type, type-var]
+    by_id = split_by_counts(pairs, unpack_int32(message.logprob_counts))  # type: ignore[arg-type]
     by_row = split_by_counts(by_id, unpack_int32(message.counts))  # type: ignore[arg-type]
     firsts = unpack_int32(message.first_indexes)
     ids = [message.request_ids[16 * i : 16 * i + 16] for i in range(len(firsts))]
