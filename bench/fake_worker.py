@@ -21,7 +21,7 @@ from pathlib import Path
 import zmq
 
 from bench.fake_model import FakeModel, plain_token_ids
-from bench.summary import summarize
+from services.launcher.bench.summary import summarize
 from services.model_files.source import open_model
 from services.model_files.vocabulary import load_vocabulary
 from services.runtime.config import Settings

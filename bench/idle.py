@@ -25,7 +25,7 @@ import psutil
 from bench.own_server import OwnServer
 from bench.process_times import cpu_seconds
 from bench.provenance import provenance
-from bench.summary import markdown_table
+from services.launcher.bench.summary import markdown_table
 
 _SETTLING_S = 3.0
 _MOST_STOP_S = 5.0

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from bench.provenance import provenance
-from bench.summary import markdown_table
+from services.launcher.bench.summary import markdown_table
 from services.runtime.config import Settings, inherited_environment
 
 _REPOSITORY = Path(__file__).parents[1]

@@ -23,12 +23,14 @@ from typing import Any
 
 import uvloop
 
-from bench.answers import Answer, Expected, read_answer
 from bench.fake_model import answer_ids, plain_token_ids
-from bench.http_stream import Connection, Response
-from bench.load import served_model
 from bench.process_times import cpu_seconds
-from bench.summary import summarize
+from services.launcher.bench.answers import Answer, Expected, read_answer
+from services.launcher.bench.command import served_model
+from services.launcher.bench.summary import summarize
+from services.launcher.http.connection import Connection
+from services.launcher.http.response import Response
+from services.launcher.http.server_address import ServerAddress
 from services.model_files.source import open_model
 from services.model_files.vocabulary import Vocabulary, load_vocabulary
 
@@ -65,7 +67,7 @@ class Window:
 
 
 async def _run(options: argparse.Namespace, prompts: Sequence[list[int]], window: Window) -> list[Response]:
-    model = await served_model(options.url)
+    model = served_model(ServerAddress.parse(options.url))
     connections = await asyncio.gather(*(Connection.open(options.url) for _ in prompts))
 
     async def stream(connection: Connection, prompt: list[int]) -> Response:

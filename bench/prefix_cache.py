@@ -17,11 +17,11 @@ import statistics
 import sys
 from dataclasses import dataclass
 
-from bench.answers import Answer, Expected, read_answer
-from bench.http_stream import Connection
 from bench.own_server import OwnServer
 from bench.provenance import provenance
-from bench.summary import markdown_table
+from services.launcher.bench.answers import Answer, Expected, read_answer
+from services.launcher.bench.summary import markdown_table
+from services.launcher.http.connection import Connection
 
 _OUTPUT_TOKENS = 4
 _IDS = range(300, 40_000)  # below: control tokens and single bytes

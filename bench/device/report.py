@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from bench.summary import markdown_table
+from services.launcher.bench.summary import markdown_table
 
 
 class Status(Enum):

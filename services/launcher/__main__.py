@@ -1,7 +1,7 @@
 """Where the command `tokenway` begins; `python -m services.launcher` is the same.
 
-The launcher's modules take half a second to load. This one loads none of them before it has seen to it that Ctrl-C in
-that time ends the command as it does later: with status 130 and without a traceback.
+A command's modules take up to half a second to load. This one loads none of them before it has seen to it that Ctrl-C
+in that time ends the command as it does later: with status 130 and without a traceback.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ def main() -> int:
     from services.launcher import cli
 
     try:
-        if is_heard:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        return cli.main()
+        return cli.main(on_loaded=_hear if is_heard else lambda: None)
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     finally:
         if is_heard:
             signal.signal(signal.SIGINT, _leave)
+
+
+def _hear() -> None:
+    """From now on Ctrl-C is an exception, which gives back what the process holds."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -119,6 +119,16 @@ def cached_snapshot(name: str) -> Path | None:
     return folder if has_weights(folder) else None
 
 
+def cached_names() -> list[str]:
+    """The models that the hub library has in its own cache, complete or not; asks nobody."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return []
+    folders = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*"))
+    return [folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders]
+
+
 def fetch_from_hub(name: str, folder: Path) -> Path:
     """Downloads weights, configuration and tokenizer of a model into a folder, once; goes on where it was interrupted.
 

@@ -1,9 +1,11 @@
-"""What the launcher refuses to start with."""
+"""What a command refuses to go on with."""
 
 from __future__ import annotations
 
-from services.runtime.service import StartError
+
+class CommandError(Exception):
+    """A command cannot do what was asked; the message is one line that says why and what would help."""
 
 
-class ModelNotFoundError(StartError):
+class ModelNotFoundError(CommandError):
     """A model's name leads to no usable files; one line that says what would."""

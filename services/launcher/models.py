@@ -79,7 +79,7 @@ def find_on_disk(model: str, settings: Settings) -> Path | None:
     if isinstance(source, IndexPackage):
         candidates = [models_directory(settings) / source.file_name, *_installed(source)]
         return next((path for path in candidates if path.is_file()), None)
-    fetched = models_directory(settings) / _folder_name(source)
+    fetched = models_directory(settings) / folder_name(source)
     return fetched if has_weights(fetched) else cached_snapshot(source)
 
 
@@ -94,7 +94,23 @@ def fetch(model: str, directory: Path) -> Path:
         return fetch_from_index(source, directory)
     if not _HUB_NAME.fullmatch(source):
         raise ModelNotFoundError(f"model {model}: neither a hub name (owner/name) nor an alias ({', '.join(ALIASES)})")
-    return fetch_from_hub(source, directory / _folder_name(source))
+    return fetch_from_hub(source, directory / folder_name(source))
+
+
+def source_name(alias: str) -> str:
+    """What an alias stands for: a file in a package, or owner/name on the hub."""
+    source = ALIASES[alias]
+    return source.file_name if isinstance(source, IndexPackage) else source
+
+
+def folder_name(model: str) -> str:
+    """What an alias, a hub name or a file is called in the models directory."""
+    return (source_name(model) if model in ALIASES else model).replace("/", "--")
+
+
+def hub_name(path: Path) -> str:
+    """The name by which `folder_name` leads to a folder or file of the models directory."""
+    return path.name.replace("--", "/", 1)
 
 
 def _checked(path: Path) -> Path:
@@ -117,7 +133,3 @@ def _installed(package: IndexPackage) -> list[Path]:
     """The file inside the installed package, found without importing it: its code needs a runtime that we do not."""
     spec = importlib.util.find_spec(package.module)
     return [Path(folder) / package.file_name for folder in (spec and spec.submodule_search_locations) or []]
-
-
-def _folder_name(hub_name: str) -> str:
-    return hub_name.replace("/", "--")

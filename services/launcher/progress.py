@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import shlex
+import ssl
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 _LOOK_INTERVAL_S = 0.2
 _ANSWER_TIMEOUT_S = 10.0  # the first look at a model that is up has it make a token
-_MAX_ANSWER_BYTES = 65536
 _QUESTION = "What is the capital of France?"
+
+READY = re.compile(r"ready after \S+ s: listening on (https?://\S+)")
+"""The line that tells whoever reads a server's output where it listens."""
 
 
 def show(text: str) -> None:
@@ -26,15 +31,35 @@ def show(text: str) -> None:
         print(text, flush=True)
 
 
+@dataclass(frozen=True)
+class Entrance:
+    """Where the tokenizers will listen, and what a client needs.
+
+    Attributes:
+        host: As it was given.
+        port: Never 0.
+        is_encrypted: HTTPS.
+        needs_key: Whether only a key opens more than whether the server is ready.
+        model: The served name, for the example.
+    """
+
+    host: str
+    port: int
+    is_encrypted: bool = False
+    needs_key: bool = False
+    model: str = ""
+
+
 class HttpStartup:
     """Asks the group's tokenizers whether they are ready, and says so once.
 
     It asks in a thread of its own, so that the supervisor answers a signal at once while a check is under way.
     """
 
-    def __init__(self, host: str, port: int, names: Sequence[str]) -> None:
-        """Names are those of the children that are started; the address is where the tokenizers will listen."""
-        self.url = _local_url(host, port)
+    def __init__(self, entrance: Entrance, names: Sequence[str]) -> None:
+        """Names are those of the children that are started."""
+        self.url = local_url(entrance.host, entrance.port, is_encrypted=entrance.is_encrypted)
+        self._entrance = entrance
         self._names = names
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="startup", daemon=True)
@@ -51,24 +76,30 @@ class HttpStartup:
 
     def _watch(self) -> None:
         while not self._cancelled.wait(_LOOK_INTERVAL_S):
-            status, _ = self._get("/ready")
-            if status == 200:
-                _, models = self._get("/v1/models")
+            if self._is_ready():
                 if not self._cancelled.is_set():
-                    show(_welcome(self.url, _first_model(models), time.monotonic() - self._started_s))
+                    show(_welcome(self.url, self._entrance, time.monotonic() - self._started_s))
                 return
 
-    def _get(self, path: str) -> tuple[int, object]:
-        """Status and JSON body of a GET; (0, None) when nobody answers with one in time."""
-        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=_ANSWER_TIMEOUT_S)
+    def _is_ready(self) -> bool:
+        connection = self._connection()
         try:
-            connection.request("GET", path)
-            response = connection.getresponse()
-            return response.status, json.loads(response.read(_MAX_ANSWER_BYTES))
-        except (OSError, http.client.HTTPException, ValueError):
-            return 0, None  # not listening yet: asked again
+            connection.request("GET", "/ready")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False  # not listening yet: asked again
         finally:
             connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        address = self.url.partition("://")[2]
+        if not self._entrance.is_encrypted:
+            return http.client.HTTPConnection(address, timeout=_ANSWER_TIMEOUT_S)
+        # The certificate is for the server's public name, not for this way to it; nothing secret is said here.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        return http.client.HTTPSConnection(address, timeout=_ANSWER_TIMEOUT_S, context=context)
 
 
 class SilentStartup:
@@ -86,27 +117,23 @@ class SilentStartup:
         """Nothing was begun that would have to end."""
 
 
-def _local_url(host: str, port: int) -> str:
+def local_url(host: str, port: int, *, is_encrypted: bool = False) -> str:
     """Where a client on this machine reaches a server that listens on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if is_encrypted else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _first_model(models: object) -> str:
-    match models:
-        case {"data": [{"id": str(name)}, *_]}:
-            return name
-    return ""
-
-
-def _welcome(url: str, model: str, seconds: float) -> str:
+def _welcome(url: str, entrance: Entrance, seconds: float) -> str:
     # Small models ramble when they sample; temperature 0 shows the same good answer to everybody.
     messages = [{"role": "user", "content": _QUESTION}]
-    body = {"model": model, "messages": messages, "temperature": 0, "stream": True}
+    body = {"model": entrance.model, "messages": messages, "temperature": 0, "stream": True}
+    insecure = " -k" * entrance.is_encrypted
+    key = " -H 'Authorization: Bearer YOUR_KEY'" * entrance.needs_key
     return (
         f"ready after {seconds:.1f} s: listening on {url}\n"
         f"Try:\n"
-        f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"  curl -N{insecure} {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
         f"    -d {shlex.quote(json.dumps(body, ensure_ascii=False))}"
         + ("\nCtrl-C stops it." if sys.stdin.isatty() else "")
     )

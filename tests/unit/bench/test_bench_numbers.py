@@ -7,13 +7,13 @@ import random
 import pytest
 
 from bench import load, pipeline
-from bench.answers import Answer
 from bench.fake_model import FakeModel, answer_ids, next_token
 from bench.fake_worker import Pace
-from bench.load import RunResult, Workload
 from bench.process_times import cpu_seconds
 from bench.provenance import provenance
-from bench.summary import Summary, markdown_table, summarize
+from services.launcher.bench.answers import Answer
+from services.launcher.bench.report import Report
+from services.launcher.bench.summary import Summary, markdown_table, summarize
 from services.wire.columns import pack_int32, unpack_int32
 from services.wire.messages import NewRow, SamplingParams, StepPlan, StepResult
 
@@ -35,25 +35,16 @@ def test_tables_are_markdown() -> None:
     )
 
 
-def test_results_count_good_answers_and_name_the_bad() -> None:
+def test_the_table_of_results_counts_good_answers_and_bad() -> None:
     good = Answer(first_s=0.1, total_s=1.1, gaps_s=[0.5, 0.5], prompt_tokens=10, output_tokens=5, cached_tokens=4)
-    result = RunResult.of(2, [good, good, Answer(failure="status 503: full")], 2.0)
-    assert (result.requests, result.failures) == (3, {"status 503: full": 1})
-    assert (result.output_tokens_per_s, result.total_tokens_per_s, result.cached_tokens) == (5.0, 15.0, 8)
-    assert result.tpot.mean_ms == 250.0
-    assert "| 2       |        3 |      1 |" in load.table([result])
+    report = Report.of([good, good, Answer(failure="status 503: full")], 2.0)
+    assert "| 2       |        3 |      1 |" in load.table([(2, report)])
 
 
-def test_prompts_differ_beyond_the_shared_prefix_and_repeat_by_number() -> None:
-    workload = Workload(32, 8, 20, range(1000, 2000), False, 7)
-    bodies = [workload.body("m", number)["prompt"] for number in (1, 2, 1)]
-    assert bodies[0] == bodies[2]
-    assert bodies[0][:20] == bodies[1][:20]
-    assert bodies[0][20:] != bodies[1][20:]
-    assert all(len(body) == 32 and 1000 <= min(body) <= max(body) < 2000 for body in bodies)
-    chat = Workload(5, 8, 0, range(10), True, 7)
-    assert len(chat.body("m", 1)["messages"][0]["content"].split()) == 5
-    assert (chat.path, chat.expected.prompt_tokens) == ("/v1/chat/completions", None)
+def test_two_loads_never_draw_the_same_prompts_unless_told_to() -> None:
+    seeds = {load.parse_arguments([]).seed for _ in range(4)}
+    assert len(seeds) > 1
+    assert load.parse_arguments(["--seed", "7"]).seed == 7
 
 
 @pytest.mark.parametrize(

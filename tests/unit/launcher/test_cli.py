@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.launcher.cli import main
-from services.launcher.models import DEMO_MODEL
+from services.launcher.cli import COMMANDS
 from services.runtime.config import Settings
 
 _ROOT = Path(__file__).parents[3]
@@ -76,41 +75,36 @@ def test_prc_06_a_port_in_use_is_named_before_anything_is_started() -> None:
     assert result.stdout == ""
 
 
-def test_models_lists_the_demo_model_and_where_it_lies(
-    smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TOKENWAY_MODELS_DIR", str(tmp_path))
-    assert main(["models"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.split()[0] == "smollm2:135m" and line.endswith(str(smollm2_path)) for line in lines)
-    assert lines[-1] == f"models fetched by name go to {tmp_path}"
+def test_prc_06_an_unknown_command_is_named_in_one_line_with_status_2() -> None:
+    result = _tokenway("sreve")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("tokenway: there is no command 'sreve'; there are serve, chat")
+    assert len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "words", [["models", "--models-dir"], ["models", "--models-dir", "/elsewhere", "--models-dir"]]
-)
-def test_models_looks_into_the_folder_that_the_flag_names(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TOKENWAY_MODELS_DIR", "/not/this")
-    folder = tmp_path / "模型"
-    folder.mkdir()
-    (folder / DEMO_MODEL.file_name).write_bytes(b"GGUF")
-    assert main([*words, str(folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split(maxsplit=2)[2] == str(folder / DEMO_MODEL.file_name)
-    assert lines[-1] == f"models fetched by name go to {folder}"
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_an_example(name: str) -> None:
+    shown = _tokenway(name, "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert f"Example: tokenway {name}" in shown.stdout
 
 
-@pytest.mark.parametrize("place", [1, 2, 3])
-def test_models_pull_fetches_into_the_folder_that_the_flag_names(
-    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TOKENWAY_MODELS_DIR", "/not/this")
-    folder = tmp_path / "models"
-    folder.mkdir()
-    (folder / DEMO_MODEL.file_name).write_bytes(b"GGUF")  # fetched before, so nothing is fetched now
-    words = ["models", "pull", "smollm2:135m"]
-    words[place:place] = ["--models-dir", str(folder)]
-    assert main(words) == 0
-    assert str(folder) in capsys.readouterr().out
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "serve"])
+def test_a_flag_that_a_command_does_not_know_is_named_in_one_line_with_status_2(name: str) -> None:
+    result = _tokenway(name, "--prot", "80")
+    assert result.returncode == 2
+    assert "--prot" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_loads_no_library_of_the_processes(name: str) -> None:
+    script = (
+        f"import sys; from services.launcher import cli; cli._command({name!r})\n"
+        "print(*{module.split('.')[0] for module in sys.modules})"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], cwd=_ROOT, capture_output=True, text=True, check=True)
+    loaded = set(shown.stdout.split())
+    assert not loaded & {"torch", "triton", "safetensors", "transformers", "tokenizers", "aiohttp", "jinja2", "gguf"}
+    if name in ("chat", "bench", "models"):  # what begins at once for a person
+        assert not loaded & {"zmq", "prometheus_client", "huggingface_hub"}

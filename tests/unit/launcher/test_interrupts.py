@@ -18,10 +18,11 @@ from {module} import {function}
 
 class Interrupt:
     def find_spec(self, name, *rest):
-        if name == sys.argv[1]:
+        if name == imported:
             os.kill(os.getpid(), signal.SIGINT)
             print("it went on")
 
+imported = sys.argv.pop(1)
 sys.meta_path.insert(0, Interrupt())
 sys.exit({function}())
 """
@@ -39,11 +40,20 @@ def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "imported", ["services.launcher.cli", "argparse", "prometheus_client", "services.launcher.port"]
+    ("command", "imported"),
+    [
+        ("serve", "services.launcher.cli"),
+        ("serve", "argparse"),
+        ("serve", "prometheus_client"),
+        ("serve", "services.launcher.port"),
+        ("chat", "services.launcher.chat.session"),
+        ("bench", "asyncio"),
+        ("models", "services.model_files.source"),
+    ],
 )
-def test_prc_03_ctrl_c_while_the_launcher_loads_its_modules_leaves_no_traceback(imported: str) -> None:
+def test_prc_03_ctrl_c_while_the_launcher_loads_its_modules_leaves_no_traceback(command: str, imported: str) -> None:
     module, function = _entry()
-    result = _run(_INTERRUPTED_IMPORT.format(module=module, function=function), imported)
+    result = _run(_INTERRUPTED_IMPORT.format(module=module, function=function), imported, command)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 

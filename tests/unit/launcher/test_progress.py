@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.launcher.progress import HttpStartup
+from services.launcher.progress import Entrance, HttpStartup
 
 _MODEL = "qwen's 模型 🙂"
 
@@ -25,7 +25,7 @@ class _Tokenizer(http.server.BaseHTTPRequestHandler):
             type(self).num_looks += 1
             self._answer(200 if self.num_looks > 2 else 503, {"status": "ready"})
         else:
-            self._answer(200, {"data": [{"id": _MODEL}]})
+            self._answer(401, {})  # the rest may need a key
 
     def _answer(self, status: int, body: object) -> None:
         content = json.dumps(body).encode()
@@ -60,7 +60,7 @@ def test_prc_10_the_address_is_shown_once_the_group_is_ready_with_a_command_that
     tokenizer: tuple[int, type[_Tokenizer]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     port, handler = tokenizer
-    startup = HttpStartup("0.0.0.0", port, ["scheduler-0", "tokenizer-0"])
+    startup = HttpStartup(Entrance("0.0.0.0", port, model=_MODEL), ["scheduler-0", "tokenizer-0"])
     startup.begin()
     _join_startup()
     assert handler.num_looks == 3
@@ -77,7 +77,7 @@ def test_prc_10_the_address_is_shown_once_the_group_is_ready_with_a_command_that
 def test_a_group_that_ends_while_it_starts_is_not_said_to_be_ready(
     tokenizer: tuple[int, type[_Tokenizer]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    startup = HttpStartup("127.0.0.1", tokenizer[0], ["tokenizer-0"])
+    startup = HttpStartup(Entrance("127.0.0.1", tokenizer[0]), ["tokenizer-0"])
     startup.begin()
     startup.end()
     _join_startup()
@@ -89,4 +89,15 @@ def test_a_group_that_ends_while_it_starts_is_not_said_to_be_ready(
     [("127.0.0.1", "http://127.0.0.1:80"), ("::", "http://[::1]:80"), ("example.org", "http://example.org:80")],
 )
 def test_the_address_shown_is_one_that_a_client_can_use(host: str, url: str) -> None:
-    assert HttpStartup(host, 80, []).url == url
+    assert HttpStartup(Entrance(host, 80), []).url == url
+    assert HttpStartup(Entrance(host, 80, is_encrypted=True), []).url == url.replace("http:", "https:")
+
+
+def test_the_command_shown_says_what_a_client_needs(
+    tokenizer: tuple[int, type[_Tokenizer]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    startup = HttpStartup(Entrance("127.0.0.1", tokenizer[0], needs_key=True, model=_MODEL), ["tokenizer-0"])
+    startup.begin()
+    _join_startup()
+    words = shlex.split("\n".join(capsys.readouterr().out.splitlines()[3:]))
+    assert "Authorization: Bearer YOUR_KEY" in words

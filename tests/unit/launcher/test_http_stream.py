@@ -1,4 +1,4 @@
-"""The bench's HTTP client: the same events however the bytes are cut, and every broken answer named."""
+"""The launcher's HTTP client: the same events however the bytes are cut, and every broken answer named."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.answers import Answer, Expected, read_answer
-from bench.http_stream import Connection, Response, ResponseError, ResponseParser
+from services.launcher.bench.answers import Answer, Expected, read_answer
+from services.launcher.errors import CommandError
+from services.launcher.http.connection import Connection
+from services.launcher.http.response import Response, ResponseError, ResponseParser, event_data
 
 EVENTS = [
     {"choices": [{"index": 0, "text": " 世界", "finish_reason": None}]},
@@ -22,6 +24,7 @@ EVENTS = [
         "usage": {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}},
     },
 ]
+EXPECTED = Expected(3, 5)
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -81,19 +84,37 @@ def test_a_body_of_known_length_is_kept_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"SSH-2.0\r\n\r\n", b"HTTP/1.1 abc\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n", HEAD + b"zz\r\n"]
+    "data", [b"SSH-2.0\r\n\r\n", b"HTTP/1.1 abc\r\n\r\n", HEAD + b"zz\r\n", HEAD + b"-5\r\n", HEAD + b"\r\n"]
 )
 def test_what_is_no_response_is_an_error(data: bytes) -> None:
-    with pytest.raises((ResponseError, ValueError)):
+    with pytest.raises(ResponseError):
         parsed([data])
 
 
-def answered(events: list[object], status: int = 200, ending: bytes = b"data: [DONE]\n\n") -> Answer:
-    response, is_complete = parsed(
-        [HEAD.replace(b"200", str(status).encode()), chunked(stream_of(events) + ending, [50])]
-    )
+def test_a_response_without_a_length_ends_with_the_connection() -> None:
+    response = Response(0.0)
+    parser = ResponseParser(response)
+    assert not parser.feed(b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: 1\n\nda", 1.0)
+    assert not parser.feed(b"ta: 2\n\n", 2.0)
+    assert parser.end(3.0)
+    assert (response.events, response.ended_s) == ([(1.0, b"1"), (2.0, b"2")], 3.0)
+    cut_off = ResponseParser(Response(0.0))
+    assert not cut_off.feed(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhal", 1.0)
+    assert not cut_off.end(2.0)
+
+
+def test_events_of_other_servers_are_understood() -> None:
+    body = b"event: x\r\ndata: 1\r\n\r\ndata:2\r\n\r\n: comment\r\n\r\ndata: a\ndata: b\n\nid: 7\n\ndata: [DONE]\n\n"
+    response, _ = parsed([HEAD, chunked(body, [7])])
+    assert [data for _, data in response.events] == [b"1", b"2", b"a\nb", b"[DONE]"]
+    assert event_data(b": only a comment") is None
+    assert event_data(b"data:") == b""
+
+
+def answered(events: list[object], ending: bytes = b"data: [DONE]\n\n", expected: Expected = EXPECTED) -> Answer:
+    response, is_complete = parsed([HEAD, chunked(stream_of(events) + ending, [50])])
     assert is_complete
-    return read_answer(response, Expected(3, 5))
+    return read_answer(response, expected)
 
 
 def test_a_good_answer_has_times_and_tokens() -> None:
@@ -116,6 +137,25 @@ def test_a_good_answer_has_times_and_tokens() -> None:
 )
 def test_every_fault_of_an_answer_is_named(events: list[object], ending: bytes, failure: str) -> None:
     assert failure in answered(list(events), ending=ending).failure
+
+
+@pytest.mark.parametrize(
+    ("finish", "num_tokens", "failure"),
+    [("stop", 3, ""), ("length", 9, ""), ("stop", 0, ""), ("stop", 10, "completion_tokens is 10, at most 9"),
+     ("error", 3, "finish_reason is 'error', neither"), ("stop", None, "completion_tokens is None")],
+)  # fmt: skip
+def test_an_answer_that_may_stop_has_at_most_the_tokens_wanted(
+    finish: str, num_tokens: int | None, failure: str
+) -> None:
+    events: list[object] = [
+        {"choices": [{"delta": {"reasoning_content": "hm"}, "finish_reason": None}]},
+        {"choices": [{"delta": {}, "finish_reason": finish}]},
+        {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": num_tokens}},
+    ]
+    answer = answered(events, expected=Expected(9, 5, may_stop=True))
+    assert answer.failure.startswith(failure)
+    assert bool(answer.failure) == bool(failure)
+    assert answer.text == ("" if failure else "hm")
 
 
 def test_a_refusal_is_named_with_its_message() -> None:
@@ -158,5 +198,5 @@ def test_a_connection_is_used_again_and_a_broken_one_is_an_error() -> None:
 
 
 def test_only_http_urls_are_spoken() -> None:
-    with pytest.raises(ResponseError, match="not a http"):
-        asyncio.run(Connection.open("https://127.0.0.1:1"))
+    with pytest.raises(CommandError, match="not a http"):
+        asyncio.run(Connection.open("ftp://127.0.0.1:1"))
