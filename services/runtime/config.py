@@ -54,6 +54,12 @@ class Settings:
                          ("auto", "float32", "bfloat16", "float16"))  # fmt: skip
     max_model_len: int = setting(0, "most tokens of prompt + answer (0: the model's context)")
     chat_template: str = setting("", "file with a chat template that replaces the model's own")
+    tool_call_parser: str = setting("auto", "how the model writes tool calls; auto: as its chat template says",
+                                    ("auto", "none", "hermes", "qwen25", "qwen", "llama3_json", "llama3", "mistral",
+                                     "pythonic", "llama4_pythonic"))  # fmt: skip
+    reasoning_parser: str = setting("auto", "how the model marks its thoughts; auto: as its chat template says",
+                                    ("auto", "none", "qwen3", "qwen3-thinking", "deepseek_r1",
+                                     "deepseek-r1"))  # fmt: skip
     generation_config: str = setting("auto", "sampling defaults from generation_config.json", ("auto", "none"))
     models_dir: str = setting("", "where models fetched by name are kept (default: in the user's cache)")
     # HTTP

@@ -32,8 +32,13 @@ class ReasoningMarks:
 
     def are_open_at(self, prompt_end: str) -> bool:
         """Whether an answer to a prompt that ends so begins inside a block."""
-        end = prompt_end.rstrip(BLANKS)
-        return end.endswith(self.opening) or (self.is_always_open and not end.endswith(self.closing))
+        if self.is_always_open:
+            return not self.are_closed_at(prompt_end)
+        return prompt_end.rstrip(BLANKS).endswith(self.opening)
+
+    def are_closed_at(self, prompt_end: str) -> bool:
+        """Whether a prompt that ends so has closed a block: thinking is over, or off."""
+        return prompt_end.rstrip(BLANKS).endswith(self.closing)
 
     def are_left_open_in(self, text: str) -> bool:
         """Whether a text that the answer continues holds a block that is not closed."""
