@@ -1,7 +1,7 @@
 """gpu_worker: one forward pass of a model over the paged pool.
 
 Joins the four things that a step needs: the configuration, the weights, the pool and an attention backend. Owns none of
-a request's state and never samples: it turns `StepInputs` into logits.
+a request's state and never samples: it turns `StepInputs` into hidden states, and these into logits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.kv_cache import KvCache
 from services.gpu_worker.models.config import ModelConfig
-from services.gpu_worker.models.decoder import decoder_forward
+from services.gpu_worker.models.decoder import decoder_layers, final_norm, head_logits
 from services.gpu_worker.models.layer_weights import DecoderWeights
 from services.gpu_worker.step_inputs import StepInputs
 
@@ -37,14 +37,28 @@ class ModelRunner:
         self._attention = attention
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs) -> Tensor:
+    def hidden(self, inputs: StepInputs) -> Tensor:
         """Computes the new tokens of a step; their keys and values are in the pool afterwards.
 
         Returns:
-            [num_sampling_rows, vocab_size] float32: the logits at `inputs.sample_indices`.
+            [num_tokens, hidden_size] in the model's dtype, before the final norm.
         """
         attention = self._attention.begin_step(inputs, self.kv_cache)
-        return decoder_forward(self.config, self._weights, inputs, attention)
+        return decoder_layers(self.config, self._weights, inputs, attention)
+
+    @torch.inference_mode()
+    def normed(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        """Hidden states of some tokens ([n] int64) after the final norm: [n, hidden_size]."""
+        return final_norm(self.config, self._weights, hidden, indices)
+
+    @torch.inference_mode()
+    def logits(self, normed: Tensor) -> Tensor:
+        """[n, vocab_size] float32 from [n, hidden_size]; the caller may change them."""
+        return head_logits(self._weights, normed)
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """A whole pass: [num_sampling_rows, vocab_size] float32, the logits at `inputs.sample_indices`."""
+        return self.logits(self.normed(self.hidden(inputs), inputs.sample_indices))
 
     def dummy_inputs(self, num_tokens: int, num_rows: int) -> StepInputs:
         """A step of `num_tokens` tokens in `num_rows` rows that touches only the dummy page, to measure or to warm up.

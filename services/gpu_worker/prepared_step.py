@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
-from torch import Tensor
 
-from services.gpu_worker.sampler import DrawnRows
+from services.gpu_worker.row_lines import Bools
 from services.gpu_worker.step_inputs import StepInputs
 from services.gpu_worker.uploads import Int64s
-
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +20,7 @@ class StepRows:
         request_ids, attempts: who held them.
         first_indexes: [num_rows] output index of the token to be sampled.
         starts: [num_rows] first position computed.
-        samples: [num_rows] whether a token is sampled.
+        samples: [num_rows] whether the plan asks for a token.
         is_refused: [num_rows] whether the request holds ids that the model does not have.
     """
 
@@ -38,31 +34,52 @@ class StepRows:
 
 
 @dataclass(frozen=True, slots=True)
+class Spans:
+    """What each row of a step computes, known on the host: [num_rows] each.
+
+    Attributes:
+        places: places in the step.
+        rows: the rows that they are.
+        starts, ends: positions [start, end).
+        offsets: where the row's tokens begin among all of the step.
+    """
+
+    places: Int64s
+    rows: Int64s
+    starts: Int64s
+    ends: Int64s
+    offsets: Int64s
+
+    def alone(self, place: int) -> Spans:
+        """What is left when the row at that place is run by itself."""
+        one = slice(place, place + 1)
+        zero = np.zeros(1, dtype=np.int64)
+        return Spans(self.places[one], self.rows[one], self.starts[one], self.ends[one], zero)
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedStep:
     """A plan, laid out.
 
     Attributes:
         inputs: for the model; the logits of every row's last token are asked for, sampling or not, because they show
             whether the row is still finite.
-        groups: which rows draw, for the sampler.
-        sampling_places: [n] int64 on the device, rows of the logits whose token is kept.
-        sampling_rows: [n] int64 on the device, the rows that these are.
+        spans: the same for the host.
         rows: for the result.
         pages_to_clear: pages that a failed row has left, to be cleared before this step runs.
+        has_grammar: whether any row's answer has one.
     """
 
     inputs: StepInputs
-    groups: list[DrawnRows]
-    sampling_places: Tensor
-    sampling_rows: Tensor
+    spans: Spans
     rows: StepRows
     pages_to_clear: list[int]
+    has_grammar: bool
 
     def alone(self, place: int) -> PreparedStep:
-        """The step of one of its rows: the same tokens go to the same slots. On a CUDA device this waits for it."""
+        """The step of one of its rows: the same tokens go to the same slots."""
         inputs = self.inputs
         start, end = inputs.query_starts[place : place + 2]
-        groups = [group.select((group.rows == place).nonzero().flatten()) for group in self.groups]
         return replace(
             self,
             inputs=StepInputs(
@@ -74,5 +91,5 @@ class PreparedStep:
                 context_lengths=inputs.context_lengths[place : place + 1],
                 sample_indices=inputs.sample_indices[place : place + 1] - start,
             ),
-            groups=[replace(group, rows=group.rows - place) for group in groups],
+            spans=self.spans.alone(place),
         )

@@ -26,9 +26,11 @@ from services.gpu_worker.nucleus import FilterLimits, WeightedRows, most_probabl
 GREEDY_TEMPERATURE = 1e-5
 """At or below this a request is greedy: the draw could not differ, and dividing by it would overflow."""
 
+CHUNK = 256
+"""Logits reduced at once when looking for the largest."""
+
 _WEIGHT_BITS = 40  # 2**40 for the most probable token; with 2**20 of them a sum still fits into 63 bits
 _LEAST_EXPONENT = -50.0  # weight 0 already; exponentials that underflow take a CPU 80 times as long
-_CHUNK = 256  # logits reduced at once when looking for the maximum
 _MAX_BLOCK = 2**22  # logits drawn from at once: bounds the scratch memory to about 300 MB
 
 
@@ -113,17 +115,24 @@ def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
         [num_rows] of the same type, [num_rows] int64.
     """
     vocab_size = logits.shape[1]
-    width = min(_CHUNK, vocab_size)
-    body = vocab_size - vocab_size % width
-    chunk_maxima = torch.unflatten(logits[:, :body], 1, (-1, width)).amax(2)
-    if body < vocab_size:
-        chunk_maxima = torch.cat([chunk_maxima, logits[:, body:].amax(1, keepdim=True)], dim=1)
-    chunks = chunk_maxima.argmax(1, keepdim=True)
+    width = min(CHUNK, vocab_size)
+    maxima = chunk_maxima(logits)
+    chunks = maxima.argmax(1, keepdim=True)
     # The last chunk may be short: read the full width up to the end of the row, its own ids are the last ones.
     starts = (chunks * width).clamp_(max=vocab_size - width)
     ids = starts + torch.arange(width, device=logits.device)
     places = logits.gather(1, ids).argmax(1, keepdim=True)
-    return chunk_maxima.gather(1, chunks).squeeze(1), (starts + places).squeeze(1)
+    return maxima.gather(1, chunks).squeeze(1), (starts + places).squeeze(1)
+
+
+def chunk_maxima(logits: Tensor) -> Tensor:
+    """The largest logit of each `CHUNK` ids, the last of which may be fewer: [num_rows, num_chunks]."""
+    vocab_size = logits.shape[1]
+    body = vocab_size - vocab_size % CHUNK
+    parts = [torch.unflatten(logits[:, :body], 1, (-1, CHUNK)).amax(2)] if body else []
+    if body < vocab_size:
+        parts.append(logits[:, body:].amax(1, keepdim=True))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def fixed_point_weights(exponents: Tensor, temperatures: Tensor) -> Tensor:

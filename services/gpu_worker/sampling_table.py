@@ -62,23 +62,25 @@ class SamplingTable:
             floats[index] = each.temperature, min(each.top_p, 1.0), each.min_p
         self._words[upload(np.asarray(rows, dtype=np.int64), self._device)] = upload(words, self._device)
 
-    def groups(self, rows: Int64s, positions: Int64s) -> list[DrawnRows]:
-        """The rows that draw, by kind.
+    def groups(self, rows: Int64s, positions: Int64s, logit_rows: Int64s | None = None) -> list[DrawnRows]:
+        """Those of some rows that draw, by kind.
 
         Args:
-            rows: [num_rows], the table's row of each row of the logits, -1 for one that picks no token.
-            positions: [num_rows], position of the token to pick.
+            rows: [n], rows that pick a token.
+            positions: [n], position of the token to pick.
+            logit_rows: [n], their rows of the logits; None: these are as many, in the same order.
         """
-        kinds = np.where(rows >= 0, self._kinds[rows], Kind.GREEDY)
+        at = np.arange(len(rows)) if logit_rows is None else logit_rows
+        kinds = self._kinds[rows]
         groups = []
         for kind in (Kind.DRAWING, Kind.FILTERING):
             places = np.flatnonzero(kinds == kind)
             if len(places):
-                groups.append(self._group(places, rows[places], positions[places], kind))
+                groups.append(self._group(at[places], rows[places], positions[places], kind))
         return groups
 
-    def _group(self, places: Int64s, rows: Int64s, positions: Int64s, kind: Kind) -> DrawnRows:
-        on_device = upload(np.stack([places, rows, positions]), self._device)
+    def _group(self, logit_rows: Int64s, rows: Int64s, positions: Int64s, kind: Kind) -> DrawnRows:
+        on_device = upload(np.stack([logit_rows, rows, positions]), self._device)
         words = self._words[on_device[1]].T.contiguous()
         temperatures, top_ps, min_ps = words[2:].view(torch.float64)
         limits = FilterLimits(

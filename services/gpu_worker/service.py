@@ -17,10 +17,10 @@ from collections import deque
 
 from services.gpu_worker.copy_watcher import CopyWatcher
 from services.gpu_worker.instruments import WorkerInstruments
+from services.gpu_worker.plan_check import PlanError
 from services.gpu_worker.scheduler_link import SchedulerLink, StopRequestedError
 from services.gpu_worker.start_up import ReadyWorker, start_up
 from services.gpu_worker.step_launcher import PendingStep
-from services.gpu_worker.worker_state import PlanError
 from services.runtime.service import Process
 from services.wire.messages import State, StepPlan
 
@@ -38,6 +38,8 @@ class WorkerService:
         self._worker = worker
         self._instruments = WorkerInstruments(worker, link, process.registry)
         self._watcher = CopyWatcher(link.interrupt)
+        link.on_grammar = worker.grammars.compiler.submit
+        worker.grammars.compiler.on_answer = link.interrupt
         self._plans: deque[StepPlan] = deque()
         self._pending: deque[PendingStep] = deque()
         self._epoch: int | None = None  # whose plans are run
@@ -57,6 +59,8 @@ class WorkerService:
         while not self._is_done(time.monotonic()):
             for plan in self._link.receive(self._patience_s(time.monotonic())):
                 self._accept(plan)
+            for answer in self._worker.grammars.compiler.take_answers():
+                self._link.send(answer)
             self._launch_next()
             self._send_finished()
 
@@ -104,7 +108,7 @@ class WorkerService:
             result = self._worker.launcher.finish(pending)
             self._link.send(result)
             self._link.session.progress += 1
-            if pending.rows is not None:  # else it only released rows: no forward pass
+            if pending.step is not None:  # else it only released rows: no forward pass
                 self._instruments.count(result, pending.num_tokens)
 
     def _is_done(self, now_s: float) -> bool:
@@ -131,7 +135,10 @@ def main(process: Process) -> None:
         worker = start_up(process.settings, link.pump)
         gc.collect()
         gc.freeze()  # the model lives as long as the process: no collection need look at it again
-        WorkerService(process, link, worker).serve()
+        try:
+            WorkerService(process, link, worker).serve()
+        finally:
+            worker.grammars.close()
         is_friendly = True
     except StopRequestedError:
         is_friendly = True

@@ -1,30 +1,60 @@
-"""gpu_worker: one plan, from its arrival to its result: lay out, forward, sample, copy back.
+"""gpu_worker: one plan, from its arrival to its result: lay out, forward, masks, sample, copy back.
 
 On a CPU a step has run when `launch` returns. On a CUDA device everything is only put in the device's queue; the result
 is copied to page-locked memory behind it, and whoever wants it waits for that copy alone.
+
+A step with grammars needs the tokens before it on the host to know its masks. Where they are (the step before is
+finished), the masks are begun before the forward pass; else it is launched first, and the tokens are waited for while
+it runs.
 
 It owns no request state (that is `worker_state`) and must never send anything.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from services.gpu_worker.grammar_seam import MaskJob
 from services.gpu_worker.model_runner import ModelRunner
-from services.gpu_worker.prepared_step import Bools, PreparedStep, StepRows
-from services.gpu_worker.sampler import SampledTokens, sample
+from services.gpu_worker.prepared_step import PreparedStep, StepRows
+from services.gpu_worker.row_lines import Bools, Picks
+from services.gpu_worker.sampler import SampledTokens
+from services.gpu_worker.step_result import FinishedStep, StepTimes, empty_result, find_finishes, step_result
 from services.gpu_worker.step_times import StepClock
-from services.gpu_worker.uploads import Int64s
+from services.gpu_worker.step_work import StepMasks, StepOutput
+from services.gpu_worker.uploads import Int64s, upload
 from services.gpu_worker.worker_state import WorkerState
-from services.wire.columns import pack_int32
 from services.wire.messages import Finish, StepPlan, StepResult
 
+_Result = TypeVar("_Result")
+
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A launched step that runs something: its rows, those that pick, its output (on the host once it is done), and
+    [num_rows] the rows that could not be computed. `forced` is filled when the grammars know what came of it.
+    """
+
+    rows: StepRows
+    picks: Picks
+    output: StepOutput
+    has_raised: Bools
+    forced: dict[int, list[int]] = field(default_factory=dict)
+
+    def finishes(self) -> Int64s:
+        """For each row NONE, or why it failed; once it is done."""
+        return find_finishes(self.rows, self.output, self.has_raised)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +63,12 @@ class PendingStep:
 
     Attributes:
         plan: what it runs.
-        rows: its rows; None when the plan runs nothing.
-        tokens: of all rows; on the host once `clock` says that it is done.
-        has_raised: [num_rows] the rows that could not be computed.
+        step: None when the plan runs nothing.
         clock: when it began, when it is done.
     """
 
     plan: StepPlan
-    rows: StepRows | None
-    tokens: SampledTokens
-    has_raised: Bools
+    step: StepInFlight | None
     clock: StepClock
 
     @property
@@ -59,6 +85,28 @@ class PendingStep:
         self.clock.wait_done()
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Who picks in a step; the rows among them that have a grammar, and their masks in the making."""
+
+    picks: Picks
+    begun: tuple[Picks, MaskJob] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """The masks of a step: `masked` are the rows that have one."""
+
+    masked: Picks
+    bits: Tensor
+
+    def of(self, masked: Picks) -> StepMasks:
+        """Those of some of the rows."""
+        index = np.flatnonzero(np.isin(self.masked.places, masked.places))
+        device = self.bits.device
+        return StepMasks(upload(masked.logit_rows, device), self.bits.index_select(0, upload(index, device)))
+
+
 class StepLauncher:
     """Runs plans in order on one model."""
 
@@ -66,6 +114,8 @@ class StepLauncher:
         self._runner = runner
         self._state = state
         self._device = runner.kv_cache.keys.device
+        self._untold: deque[tuple[StepInFlight, StepClock]] = deque()
+        """Steps with grammars that have not been told what came of them."""
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -81,91 +131,116 @@ class StepLauncher:
         step = self._state.prepare(plan)
         if step is None:
             clock.stop()
-            return PendingStep(plan, None, _no_tokens(0, self._device), np.zeros(0, dtype=np.bool_), clock)
+            return PendingStep(plan, None, clock)
         if step.pages_to_clear:
             self._runner.kv_cache.zero_pages(step.pages_to_clear)
-        has_raised = np.zeros(len(step.rows.rows), dtype=np.bool_)
-        try:
-            tokens = self._run(step, clock)
-        except Exception as error:
-            self._raise_if_lost(error)
-            logger.exception("step %d of %d rows failed", plan.step, len(has_raised))
-            tokens = self._run_one_by_one(step, clock, has_raised)
-        self._state.keep_tokens(step, tokens.token_ids)
-        on_host = SampledTokens(_to_host(tokens.token_ids), _to_host(tokens.is_failed))
+        in_flight = self._compute(plan, step, clock)
         clock.stop()
-        return PendingStep(plan, step.rows, on_host, has_raised, clock)
+        if step.has_grammar:
+            self._untold.append((in_flight, clock))
+        return PendingStep(plan, in_flight, clock)
 
     def finish(self, pending: PendingStep) -> StepResult:
-        """The result of a step whose tokens are on the host."""
-        rows, plan = pending.rows, pending.plan
-        if rows is None:
-            return StepResult(plan.epoch, plan.step, b"", b"", b"", b"", b"", b"", b"", 0, pending.clock.step_us())
-        finishes = _finishes(rows, pending)
-        self._state.note_failures(rows, finishes == Finish.NUMERICAL_ERROR)
-        is_named = rows.samples | (finishes != Finish.NONE)
-        gives = (finishes == Finish.NONE)[is_named]
-        token_ids = pending.tokens.token_ids.numpy()[is_named][gives].tolist()
-        return StepResult(
-            epoch=plan.epoch,
-            step=plan.step,
-            rows=pack_int32(rows.rows[is_named].tolist()),
-            request_ids=b"".join(rows.request_ids[place] for place in np.flatnonzero(is_named)),
-            attempts=pack_int32(rows.attempts[is_named].tolist()),
-            first_indexes=pack_int32(rows.first_indexes[is_named].tolist()),
-            counts=pack_int32(gives.astype(np.int64).tolist()),
-            token_ids=pack_int32(token_ids),
-            finishes=finishes[is_named].astype(np.uint8).tobytes(),
-            forward_us=pending.clock.forward_us(),
-            step_us=pending.clock.step_us(),
+        """The result of a step whose output is on the host; steps are finished in order."""
+        step = pending.step
+        if step is None:
+            return empty_result(pending.plan, StepTimes(0, pending.clock.step_us()))
+        if self._untold and self._untold[0][0] is step:
+            self._tell_grammars(*self._untold.popleft())
+        finishes = step.finishes()
+        self._state.note_failures(step.rows, finishes == Finish.NUMERICAL_ERROR)
+        return step_result(
+            pending.plan,
+            FinishedStep(step.rows, step.picks, step.output, finishes, step.forced),
+            StepTimes(pending.clock.forward_us(), pending.clock.step_us()),
         )
 
-    def _run(self, step: PreparedStep, clock: StepClock) -> SampledTokens:
-        clock.begin_forward()
-        logits = self._runner.forward(step.inputs)
-        clock.end_forward()
-        return sample(logits, step.groups)
+    def _compute(self, plan: StepPlan, step: PreparedStep, clock: StepClock) -> StepInFlight:
+        has_raised = np.zeros(len(step.rows.rows), dtype=np.bool_)
+        turn = None if self._untold and step.has_grammar else self._begin_turn(step)
+        what = f"step {plan.step} of {len(has_raised)} rows"
+        passed = self._attempt(lambda: self._forward(step, clock), what)
+        turn = turn or self._begin_turn(step)
+        masks = self._wait_for_masks(turn, has_raised)
+        work = self._state.options.work(turn.picks, step.spans, masks and masks.of(masks.masked))
+        output = None
+        if passed is not None:
+            hidden, logits = passed
+            output = self._attempt(lambda: self._state.options.run(work, self._runner, hidden, logits), what)
+        if output is None:
+            output = self._run_one_by_one(step, turn.picks, masks, has_raised, clock)
+        self._state.keep(work, output)
+        return StepInFlight(step.rows, turn.picks, output.to_host(), has_raised)
 
-    def _run_one_by_one(self, step: PreparedStep, clock: StepClock, has_raised: Bools) -> SampledTokens:
+    def _forward(self, step: PreparedStep, clock: StepClock) -> tuple[Tensor, Tensor]:
+        """Hidden states of all tokens, logits of each row's last one."""
+        clock.begin_forward()
+        hidden = self._runner.hidden(step.inputs)
+        logits = self._runner.logits(self._runner.normed(hidden, step.inputs.sample_indices))
+        clock.end_forward()
+        return hidden, logits
+
+    def _run_one_by_one(
+        self, step: PreparedStep, picks: Picks, masks: _Masks | None, has_raised: Bools, clock: StepClock
+    ) -> StepOutput:
         """Each row by itself; marks those that raise again."""
         if len(has_raised) == 1:
             has_raised[0] = True
-            return _no_tokens(1, self._device)
+            return StepOutput(_no_token(self._device))
         parts = []
         for place in range(len(has_raised)):
-            try:
-                parts.append(self._run(step.alone(place), clock))
-            except Exception as error:
-                self._raise_if_lost(error)
-                logger.exception("request %s fails", step.rows.request_ids[place].hex())
-                has_raised[place] = True
-                parts.append(_no_tokens(1, self._device))
-        return SampledTokens(
-            torch.cat([part.token_ids for part in parts]), torch.cat([part.is_failed for part in parts])
-        )
+            one = functools.partial(self._run_alone, step.alone(place), picks.alone(place), masks, clock)
+            part = self._attempt(one, f"request {step.rows.request_ids[place].hex()}")
+            has_raised[place] |= part is None
+            parts.append(part or StepOutput(_no_token(self._device)))
+        return StepOutput.joined(parts)
 
-    def _raise_if_lost(self, error: Exception) -> None:
-        """Raises an error after which the device cannot be used any more."""
-        if self._device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
-            raise error
+    def _run_alone(self, step: PreparedStep, picks: Picks, masks: _Masks | None, clock: StepClock) -> StepOutput:
+        hidden, logits = self._forward(step, clock)
+        is_masked = masks is not None and bool(np.isin(picks.places, masks.masked.places).any())
+        work = self._state.options.work(picks, step.spans, masks.of(picks) if masks is not None and is_masked else None)
+        return self._state.options.run(work, self._runner, hidden, logits)
+
+    def _attempt(self, run: Callable[[], _Result], what: str) -> _Result | None:
+        """What it gives, or None when it raised; an error after which the device cannot be used any more is raised."""
+        try:
+            return run()
+        except Exception as error:
+            if self._device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            logger.exception("%s failed", what)
+            return None
+
+    # ------------------------------------------------------------ grammars
+
+    def _begin_turn(self, step: PreparedStep) -> _Turn:
+        """Decides who picks; with grammars, once these know what the steps before gave."""
+        if not step.has_grammar:
+            return _Turn(self._state.pick(step), None)
+        while self._untold:
+            self._tell_grammars(*self._untold.popleft())
+        picks = self._state.pick(step)
+        return _Turn(picks, self._state.begin_masks(picks))
+
+    def _wait_for_masks(self, turn: _Turn, has_raised: Bools) -> _Masks | None:
+        """The masks on the device; marks rows whose grammar has failed."""
+        if turn.begun is None:
+            return None
+        masked, job = turn.begun
+        made = job.wait()
+        has_raised[masked.places[made.is_failed]] = True
+        return _Masks(masked, upload(made.bits, self._device))
+
+    def _tell_grammars(self, step: StepInFlight, clock: StepClock) -> None:
+        """Waits for a step, and tells the grammars what its rows got."""
+        clock.wait_done()
+        given = step.picks.select(step.finishes()[step.picks.places] == Finish.NONE)
+        token_ids = step.output.tokens.token_ids.numpy()[given.places]
+        step.forced.update(self._state.advance(step.rows, given, token_ids))
 
 
-def _finishes(rows: StepRows, pending: PendingStep) -> Int64s:
-    """For each row NONE, or why it failed."""
-    finishes = np.where(pending.tokens.is_failed.numpy(), np.int64(Finish.NUMERICAL_ERROR), np.int64(Finish.NONE))
-    return np.where(rows.is_refused | pending.has_raised, np.int64(Finish.INTERNAL_ERROR), finishes)
-
-
-def _no_tokens(num_rows: int, device: torch.device) -> SampledTokens:
-    """What rows give that could not be computed."""
+def _no_token(device: torch.device) -> SampledTokens:
+    """What a row gives that could not be computed."""
     return SampledTokens(
-        torch.zeros(num_rows, dtype=torch.int64, device=device), torch.zeros(num_rows, dtype=torch.bool, device=device)
+        torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.bool, device=device)
     )
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """On the host, perhaps only once the device has come this far."""
-    if tensor.is_cpu:
-        return tensor
-    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return on_host.copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""gpu_worker: small host arrays to the device without waiting for it.
+"""gpu_worker: small host arrays to the device and small tensors to the host without waiting for the device.
 
 A plain `torch.tensor(..., device="cuda")` waits for everything launched before: with it a step could not be prepared
 while the one before runs. From page-locked memory the copy is a matter of the device's queue.
@@ -28,3 +28,16 @@ def upload_together(arrays: Sequence[Int64s], device: torch.device) -> list[Tens
     """Several one-dimensional arrays in one copy: a tensor for each."""
     together = upload(np.concatenate(arrays), device)
     return list(torch.split_with_sizes(together, [len(array) for array in arrays]))
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """On the host, perhaps only once the device has come this far."""
+    if tensor.is_cpu:
+        return tensor
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return on_host.copy_(tensor, non_blocking=True)
+
+
+def int64_column(column: bytes) -> Int64s:
+    """The numbers of an int32 column of a message."""
+    return np.frombuffer(column, dtype="<i4").astype(np.int64)

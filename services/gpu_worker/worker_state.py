@@ -1,12 +1,15 @@
 """gpu_worker: the rows that requests hold, and how a plan becomes the tensors of a step.
 
-A request keeps one row for as long as it runs. By row lie on the device: the last token, the page table, the sampling
-parameters. The host keeps what it can know without waiting for the device: how many tokens a row has and how many are
-computed. So plan k + 1 is laid out before result k is read: a decoding row's input id is taken from the device, where
-the sampler of step k has put it.
+A request keeps one row for as long as it runs. By row lie on the device: the last token, the page table, and what the
+request wants of its logits (`step_work`). The host keeps what it can know without waiting for the device: how many
+tokens a row has and how many are computed. So plan k + 1 is laid out before result k is read: a decoding row's input id
+is taken from the device, where the sampler of step k has put it.
 
     row's tokens   [ 0 ........ known on the host ........ )[ sampled since: on the device  )
                    [ computed ........ )[ this step: start, start + n )
+
+A row with a grammar may get ids that nobody sampled. A plan that was made before that was known computes its tokens,
+and samples only if these are the row's last ones: see `pick`.
 
 It owns these rows. It never decides what runs and never frees a page; a plan that does not fit them is the scheduler's
 fault, and after it nothing here can be trusted: `PlanError` ends the process.
@@ -20,23 +23,21 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
+from services.gpu_worker.grammar_seam import Grammars, MaskJob
 from services.gpu_worker.page_table import PageTable
-from services.gpu_worker.prepared_step import Bools, PreparedStep, StepRows
-from services.gpu_worker.sampling_table import SamplingTable
+from services.gpu_worker.plan_check import NOT_STARTED, PlanError, PlannedRows, check_rows
+from services.gpu_worker.prepared_step import PreparedStep, Spans, StepRows
+from services.gpu_worker.row_lines import Bools, Picks
 from services.gpu_worker.step_inputs import StepInputs
-from services.gpu_worker.uploads import Int64s, upload_together
-from services.wire.messages import NewRow, StepPlan
+from services.gpu_worker.step_work import RowOptions, StepOutput, StepWork
+from services.gpu_worker.uploads import Int64s, int64_column, upload_together
+from services.wire.messages import NO_LOGPROBS, NewRow, StepPlan, Task
 
 Int32s = npt.NDArray[np.int32]
-_NOT_STARTED = -1  # num_computed of a row whose first start position is still to come
+_ANYWHERE = 2**62  # latest start of a row of whose prompt nothing is wanted
 
 logger = logging.getLogger(__name__)
-
-
-class PlanError(Exception):
-    """A plan that does not continue what this worker holds: the scheduler's fault, and the end of this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +70,15 @@ class _HeldRow:
 class WorkerState:
     """All rows of a worker."""
 
-    def __init__(self, sizes: WorkerSizes, device: torch.device) -> None:
+    def __init__(self, sizes: WorkerSizes, device: torch.device, grammars: Grammars | None = None) -> None:
+        """`grammars` takes care of rows whose answers have one; without it a plan must not bring any."""
         self._sizes = sizes
         self._device = device
+        self._grammars = grammars
         max_pages = min(-(-sizes.max_model_len // sizes.page_size), sizes.num_pages)
         self._pages = PageTable(sizes.max_rows, max_pages, device)
-        self._sampling = SamplingTable(sizes.max_rows, device)
+        self.options = RowOptions(sizes.max_rows, sizes.vocab_size, device)
+        """What the rows want of their logits and hidden states."""
         self._last_tokens = torch.zeros(sizes.max_rows, dtype=torch.int64, device=device)
         self._held: dict[int, _HeldRow] = {}
         # By row, for all rows of a step at once; of rows that nobody holds they mean nothing.
@@ -82,6 +86,8 @@ class WorkerState:
         self._num_known = np.zeros(sizes.max_rows, dtype=np.int64)
         self._num_prompt = np.zeros(sizes.max_rows, dtype=np.int64)
         self._num_computed = np.zeros(sizes.max_rows, dtype=np.int64)
+        self._latest_starts = np.zeros(sizes.max_rows, dtype=np.int64)
+        self._has_grammar = np.zeros(sizes.max_rows, dtype=np.bool_)
 
     @property
     def num_held(self) -> int:
@@ -91,49 +97,116 @@ class WorkerState:
     def release_all(self) -> None:
         """Forgets every row: their scheduler is gone."""
         self._held.clear()
+        if self._grammars is not None:
+            self._grammars.release_all()
 
     def prepare(self, plan: StepPlan) -> PreparedStep | None:
         """Applies a plan and lays out its step; None when the plan runs nothing.
 
-        The rows then count as computed and sampled, whatever becomes of the step.
+        The rows then count as computed, whatever becomes of the step. `pick` comes next.
 
         Raises:
             PlanError: the plan does not fit what is held here.
         """
-        pages_to_clear = self._release(_column(plan.released_rows).tolist())
+        pages_to_clear = self._release(int64_column(plan.released_rows).tolist())
         for new_row in plan.new_rows:
             self._set_up(new_row)
         if plan.new_rows:
-            self._sampling.set_rows([new.row for new in plan.new_rows], [new.sampling for new in plan.new_rows])
+            token_ids = [self._held[new.row].token_ids.astype(np.int64) for new in plan.new_rows]
+            self.options.set_rows(plan.new_rows, token_ids)
         self._append_pages(plan)
         self._pages.commit()
-        rows = _column(plan.rows)
+        rows = int64_column(plan.rows)
         if not len(rows):
             return None
-        starts, counts = _column(plan.start_positions), _column(plan.num_new_tokens)
+        starts, counts = int64_column(plan.start_positions), int64_column(plan.num_new_tokens)
         samples = np.frombuffer(plan.samples, dtype=np.uint8).astype(np.bool_)
-        self._check(rows, starts, counts, samples)
+        spans = Spans(np.arange(len(rows)), rows, starts, starts + counts, np.cumsum(counts) - counts)
+        self._check(spans, samples)
         step_rows = self._step_rows(rows, starts, samples)
-        inputs = self._lay_out(rows, starts, counts)
-        places = np.flatnonzero(samples)
-        sampling_places, sampling_rows = upload_together([places, rows[places]], self._device)
-        groups = self._sampling.groups(np.where(samples, rows, -1), starts + counts)
-        self._num_computed[rows] = starts + counts
-        self._num_tokens[rows[places]] += 1
-        return PreparedStep(inputs, groups, sampling_places, sampling_rows, step_rows, pages_to_clear)
+        inputs = self._lay_out(spans)
+        self._num_computed[rows] = spans.ends
+        return PreparedStep(inputs, spans, step_rows, pages_to_clear, bool(self._has_grammar[rows].any()))
 
-    def keep_tokens(self, step: PreparedStep, token_ids: Tensor) -> None:
-        """Makes the sampled tokens ([num_rows] int64, on the device) the last ones of their rows."""
-        self._last_tokens.index_copy_(0, step.sampling_rows, token_ids.index_select(0, step.sampling_places))
+    def pick(self, step: PreparedStep) -> Picks:
+        """The rows of a step that pick a token; they then count as sampled, whatever becomes of the step.
+
+        A row that got ids without sampling them since its plan was made picks none, unless these were computed too.
+        """
+        rows, ends = step.spans.rows, step.spans.ends
+        places = np.flatnonzero(step.rows.samples & (ends == self._num_tokens[rows]))
+        picking = rows[places]
+        positions = self._num_tokens[picking]
+        self._num_tokens[picking] += 1
+        return Picks(places, places, picking, positions, positions - self._num_prompt[picking])
+
+    def keep(self, work: StepWork, output: StepOutput) -> None:
+        """Makes what a whole step has picked the last tokens of its rows, and keeps what the next steps need of it."""
+        self._last_tokens.index_copy_(0, work.rows, output.tokens.token_ids.index_select(0, work.places))
+        self.options.keep(work, output)
 
     def note_failures(self, rows: StepRows, is_failed: Bools) -> None:
         """Remembers which pages failed rows have spoiled, until they are released."""
         for place in np.flatnonzero(is_failed).tolist():
-            held = self._held.get(int(rows.rows[place]))
-            if held is None or (held.request_id, held.attempt) != (rows.request_ids[place], rows.attempts[place]):
-                continue
-            page = int(rows.starts[place]) // self._sizes.page_size
-            held.failed_page = page if held.failed_page is None else min(page, held.failed_page)
+            held = self._holder(rows, place)
+            if held is not None:
+                page = int(rows.starts[place]) // self._sizes.page_size
+                held.failed_page = page if held.failed_page is None else min(page, held.failed_page)
+
+    # ------------------------------------------------------------ grammars
+
+    def begin_masks(self, picks: Picks) -> tuple[Picks, MaskJob] | None:
+        """Starts to make the masks of the rows that have a grammar; None if no row has."""
+        with_grammar = picks.select(self._has_grammar[picks.rows])
+        if self._grammars is None or not len(with_grammar.rows):
+            return None
+        return with_grammar, self._grammars.begin_masks(with_grammar.rows.tolist())
+
+    def advance(self, rows: StepRows, picks: Picks, token_ids: Int64s) -> dict[int, list[int]]:
+        """Tells the grammars what their rows have picked, step after step.
+
+        Args:
+            rows: of the step.
+            picks: the rows that have really got a token.
+            token_ids: [n] these.
+
+        Returns:
+            By place in the step, the ids that must follow, of rows where any do; these rows then have them.
+        """
+        is_due = [
+            bool(self._has_grammar[row]) and self._holder(rows, place) is not None
+            for row, place in zip(picks.rows.tolist(), picks.places.tolist(), strict=True)
+        ]
+        due = picks.select(np.array(is_due, dtype=np.bool_))
+        if self._grammars is None or not len(due.rows):
+            return {}
+        sampled = token_ids[np.array(is_due, dtype=np.bool_)].tolist()
+        forced = {}
+        followers = self._grammars.advance(due.rows.tolist(), sampled)
+        for place, row, position, token_id, more in zip(
+            due.places.tolist(), due.rows.tolist(), due.positions.tolist(), sampled, followers, strict=True
+        ):
+            fitting = more[: self._sizes.max_model_len - position - 1]
+            if fitting:
+                forced[place] = fitting
+                self._append(row, position, [token_id, *fitting])
+        return forced
+
+    def _append(self, row: int, position: int, token_ids: list[int]) -> None:
+        """The row's tokens from this position on are these; those in between are computed, nobody reads them again."""
+        held = self._held[row]
+        known = np.zeros(position + len(token_ids), dtype=np.int32)
+        known[: len(held.token_ids)] = held.token_ids
+        known[position:] = token_ids
+        held.token_ids = known
+        self._num_tokens[row] = self._num_known[row] = len(known)
+        self.options.append(row, np.array(token_ids[1:], dtype=np.int64))
+
+    def _holder(self, rows: StepRows, place: int) -> _HeldRow | None:
+        """The row of a step, if it is still held by the same request."""
+        held = self._held.get(int(rows.rows[place]))
+        holder = (rows.request_ids[place], rows.attempts[place])
+        return held if held is not None and (held.request_id, held.attempt) == holder else None
 
     # ------------------------------------------------------------ what a plan changes
 
@@ -144,6 +217,8 @@ class WorkerState:
             held = self._held.pop(row, None)
             if held is None:
                 raise PlanError(f"row {row} is released, but nobody holds it")
+            if self._has_grammar[row] and self._grammars is not None:
+                self._grammars.release(row)
             if held.failed_page is not None:
                 spoiled += self._pages.line(row)[held.failed_page :]
         return spoiled
@@ -164,14 +239,24 @@ class WorkerState:
         self._held[new.row] = _HeldRow(new.request_id, new.attempt, token_ids, is_refused)
         self._num_tokens[new.row] = self._num_known[new.row] = len(token_ids)
         self._num_prompt[new.row] = new.num_prompt_tokens
-        self._num_computed[new.row] = _NOT_STARTED
+        self._num_computed[new.row] = NOT_STARTED
+        self._latest_starts[new.row] = _latest_start(new)
+        self._set_up_grammar(new)
         self._pages.clear(new.row)
         self._add_pages(new.row, np.frombuffer(new.page_ids, dtype="<i4"))
+
+    def _set_up_grammar(self, new: NewRow) -> None:
+        self._has_grammar[new.row] = new.sampling.grammar is not None
+        if new.sampling.grammar is not None:
+            if self._grammars is None:
+                raise PlanError(f"row {new.row} has a grammar; this worker has none")
+            self._grammars.set_up(new)
 
     def _append_pages(self, plan: StepPlan) -> None:
         page_ids = np.frombuffer(plan.page_ids, dtype="<i4")
         start = 0
-        for row, count in zip(_column(plan.page_rows).tolist(), _column(plan.page_counts).tolist(), strict=True):
+        counts = int64_column(plan.page_counts).tolist()
+        for row, count in zip(int64_column(plan.page_rows).tolist(), counts, strict=True):
             if row not in self._held:
                 raise PlanError(f"row {row} gets pages, but nobody holds it")
             self._add_pages(row, page_ids[start : start + count])
@@ -187,32 +272,27 @@ class WorkerState:
 
     # ------------------------------------------------------------ what a plan runs
 
-    def _check(self, rows: Int64s, starts: Int64s, counts: Int64s, samples: Bools) -> None:
+    def _check(self, spans: Spans, samples: Bools) -> None:
+        rows = spans.rows
         if len(np.unique(rows)) != len(rows):
             raise PlanError("a row runs twice in one step")
         for row in rows.tolist():
             if row not in self._held:
                 raise PlanError(f"row {row} runs, but nobody holds it")
-        ends = starts + counts
-        num_tokens, num_computed = self._num_tokens[rows], self._num_computed[rows]
-        is_new = num_computed == _NOT_STARTED
-        is_on_device = starts >= self._num_known[rows]
-        rules = {
-            "computes nothing": counts < 1,
-            "does not start where it left off": ~is_new & (starts != num_computed),
-            "computes tokens that it does not have": ends > num_tokens,
-            "has too few pages": ends > self._pages.num_pages(rows) * self._sizes.page_size,
-            "samples before its last token": samples & (ends != num_tokens),
-            "needs ids that are known nowhere": (ends > self._num_known[rows])
-            & ~(is_on_device & (starts == num_tokens - 1)),
-        }
-        for problem, is_broken in rules.items():
-            if is_broken.any():
-                place = int(np.flatnonzero(is_broken)[0])
-                raise PlanError(
-                    f"row {rows[place]} {problem}: tokens [{starts[place]}, {ends[place]}) of {num_tokens[place]}, "
-                    f"{num_computed[place]} computed"
-                )
+        check_rows(
+            PlannedRows(
+                rows=rows,
+                starts=spans.starts,
+                ends=spans.ends,
+                samples=samples,
+                num_tokens=self._num_tokens[rows],
+                num_known=self._num_known[rows],
+                num_computed=self._num_computed[rows],
+                num_page_tokens=self._pages.num_pages(rows) * self._sizes.page_size,
+                latest_starts=self._latest_starts[rows],
+                has_grammar=self._has_grammar[rows],
+            )
+        )
 
     def _step_rows(self, rows: Int64s, starts: Int64s, samples: Bools) -> StepRows:
         held = [self._held[row] for row in rows.tolist()]
@@ -226,9 +306,9 @@ class WorkerState:
             is_refused=np.array([each.is_refused for each in held], dtype=np.bool_),
         )
 
-    def _lay_out(self, rows: Int64s, starts: Int64s, counts: Int64s) -> StepInputs:
-        ends = starts + counts
-        offsets = np.cumsum(counts) - counts  # where each row's new tokens begin
+    def _lay_out(self, spans: Spans) -> StepInputs:
+        rows, starts, ends, offsets = spans.rows, spans.starts, spans.ends, spans.offsets
+        counts = ends - starts
         positions = np.arange(int(counts.sum())) + np.repeat(starts - offsets, counts)
         slots = self._pages.slots(np.repeat(rows, counts), positions, self._sizes.page_size)
         is_on_device = starts >= self._num_known[rows]
@@ -254,5 +334,9 @@ class WorkerState:
         )
 
 
-def _column(column: bytes) -> Int64s:
-    return np.frombuffer(column, dtype="<i4").astype(np.int64)
+def _latest_start(new: NewRow) -> int:
+    """Where the row must begin at the latest, so that it computes all that is wanted of its prompt."""
+    if new.prompt.task == Task.EMBED_MEAN:
+        return 0
+    wants = new.prompt.num_logprobs != NO_LOGPROBS and new.prompt.logprobs_from < new.num_prompt_tokens
+    return max(0, new.prompt.logprobs_from - 1) if wants else _ANYWHERE

@@ -71,14 +71,14 @@ def run_gpu_worker() -> None:
     from services.gpu_worker.step_inputs import StepInputs
     from services.gpu_worker.worker_state import WorkerState
 
-    set_up, forward = WorkerState._set_up, ModelRunner.forward
+    set_up, compute = WorkerState._set_up, ModelRunner.hidden
     marks: dict[int, tuple[int, int]] = {}  # first page of a row -> its first token, length of its prompt
 
     def noting_set_up(state: WorkerState, new: NewRow) -> None:
         set_up(state, new)
         marks[unpack_int32(new.page_ids)[0]] = unpack_int32(new.token_ids)[0], new.num_prompt_tokens
 
-    def faulty_forward(runner: ModelRunner, inputs: StepInputs) -> Tensor:
+    def faulty_hidden(runner: ModelRunner, inputs: StepInputs) -> Tensor:
         first_pages = inputs.page_table[:, 0].tolist()
         poisoned = []
         for place, (page, length) in enumerate(zip(first_pages, inputs.context_lengths, strict=True)):
@@ -88,13 +88,13 @@ def run_gpu_worker() -> None:
                 raise InjectedError("computing")
             if mark in NAN_MARKS and output_index >= NAN_MARKS[mark]:
                 poisoned.append(place)
-        logits = forward(runner, inputs)
+        hidden = compute(runner, inputs)
         if poisoned:
-            logits[poisoned] = nan
-        return logits
+            hidden[inputs.sample_indices[poisoned]] = nan
+        return hidden
 
     mock.patch.object(WorkerState, "_set_up", noting_set_up).start()
-    mock.patch.object(ModelRunner, "forward", faulty_forward).start()
+    mock.patch.object(ModelRunner, "hidden", faulty_hidden).start()
     run_service(Role.GPU_WORKER, main)
 
 

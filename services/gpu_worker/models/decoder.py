@@ -1,6 +1,7 @@
 """gpu_worker: one forward pass of a dense decoder: what all families do alike.
 
-Sums are kept in the model's dtype, as the models were trained; logits are float32, and only for tokens that sample.
+Sums are kept in the model's dtype, as the models were trained; logits are float32. The final norm and the head are
+apart from the layers, because few tokens need them: those that sample, and the prompt's where somebody asks for more.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from services.gpu_worker.models.rotary import rotary_cos_sin
 from services.gpu_worker.step_inputs import StepInputs
 
 
-def decoder_forward(
+def decoder_layers(
     config: ModelConfig, weights: DecoderWeights, inputs: StepInputs, attention: StepAttention
 ) -> Tensor:
-    """Runs the new tokens of a step through the model; their keys and values are stored on the way.
+    """Runs the new tokens of a step through the layers; their keys and values are stored on the way.
 
     Args:
         config: the model.
@@ -30,7 +31,7 @@ def decoder_forward(
         attention: attention of this very step.
 
     Returns:
-        [num_sampling_rows, vocab_size] float32: the logits at `inputs.sample_indices`.
+        [num_tokens, hidden_size], before the final norm.
     """
     hidden = functional.embedding(inputs.input_ids, weights.embedding)  # [num_tokens, hidden_size]
     cos_sin = rotary_cos_sin(weights.rotary_frequencies, config.rotary.attention_scale, inputs.positions, hidden.dtype)
@@ -45,6 +46,24 @@ def decoder_forward(
         hidden = hidden + functional.linear(attended.flatten(1), layer.output, layer.output_bias)
         x = rms_norm(hidden, layer.mlp_norm, config.rms_norm_eps)
         hidden = hidden + feed_forward(x, layer)  # [num_tokens, hidden_size]
-    sampling = hidden.index_select(0, inputs.sample_indices)  # [num_sampling_rows, hidden_size]
-    sampling = rms_norm(sampling, weights.final_norm, config.rms_norm_eps)
-    return functional.linear(sampling, weights.head).to(torch.float32)  # [num_sampling_rows, vocab_size]
+    return hidden
+
+
+def final_norm(config: ModelConfig, weights: DecoderWeights, hidden: Tensor, indices: Tensor) -> Tensor:
+    """What the head reads, of some tokens.
+
+    Args:
+        config: the model.
+        weights: its weights.
+        hidden: [num_tokens, hidden_size], see `decoder_layers`.
+        indices: [n] int64, which tokens.
+
+    Returns:
+        [n, hidden_size], in the model's dtype.
+    """
+    return rms_norm(hidden.index_select(0, indices), weights.final_norm, config.rms_norm_eps)
+
+
+def head_logits(weights: DecoderWeights, normed: Tensor) -> Tensor:
+    """The logits: [n, vocab_size] float32 from [n, hidden_size]; memory of their own."""
+    return functional.linear(normed, weights.head).to(torch.float32)

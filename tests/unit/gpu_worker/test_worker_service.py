@@ -13,9 +13,9 @@ import torch
 from services.gpu_worker import service
 from services.gpu_worker import start_up as ready
 from services.gpu_worker.model_runner import ModelRunner
+from services.gpu_worker.plan_check import PlanError
 from services.gpu_worker.start_up import ReadyWorker
 from services.gpu_worker.step_inputs import StepInputs
-from services.gpu_worker.worker_state import PlanError
 from services.runtime import session
 from services.runtime.config import Settings
 from services.runtime.session import HandshakeError
@@ -147,15 +147,15 @@ def test_a_result_is_not_held_back_until_the_next_plan(settings: Settings, net: 
 def test_smp_02_a_nan_row_fails_alone_and_its_neighbours_go_on(
     settings: Settings, net: Sockets, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = ModelRunner.forward
+    compute = ModelRunner.hidden
 
     def poisoned(self: ModelRunner, inputs: StepInputs) -> torch.Tensor:
-        logits = forward(self, inputs)
+        hidden = compute(self, inputs)
         if inputs.num_rows == 4 and inputs.num_tokens == 4:
-            logits[1] = float("nan")
-        return logits
+            hidden[1] = float("nan")
+        return hidden
 
-    monkeypatch.setattr(ModelRunner, "forward", poisoned)
+    monkeypatch.setattr(ModelRunner, "hidden", poisoned)
     with worker_thread(settings):
         scheduler = TestScheduler(net)
         scheduler.wait_ready()

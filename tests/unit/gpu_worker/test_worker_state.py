@@ -12,8 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.gpu_worker.plan_check import PlanError
+from services.gpu_worker.sampler import SampledTokens
 from services.gpu_worker.step_inputs import StepInputs, StepRow, build_step_inputs
-from services.gpu_worker.worker_state import PlanError, WorkerSizes, WorkerState
+from services.gpu_worker.step_work import StepOutput
+from services.gpu_worker.worker_state import WorkerSizes, WorkerState
 from services.wire.columns import pack_int32
 from services.wire.messages import StepPlan
 from tests.unit.gpu_worker.plan_writer import PlanWriter, Request
@@ -29,7 +32,8 @@ def new_state() -> tuple[WorkerState, PlanWriter]:
 def pretend_to_sample(state: WorkerState, plan: StepPlan, token_ids: list[int]) -> StepInputs:
     step = state.prepare(plan)
     assert step is not None
-    state.keep_tokens(step, torch.tensor(token_ids))
+    work = state.options.work(state.pick(step), step.spans, None)
+    state.keep(work, StepOutput(SampledTokens(torch.tensor(token_ids), torch.zeros(len(token_ids), dtype=torch.bool))))
     return step.inputs
 
 
@@ -213,9 +217,8 @@ def test_ids_that_are_neither_on_the_host_nor_the_last_on_the_device_are_refused
     state, writer = new_state()
     one = Request(1, [5, 6, 7])
     state.prepare(writer.plan((one, 2)))
-    plan = writer.plan((one, 1))
-    state.prepare(plan)
-    state.prepare(writer.plan((one, 1)))
+    for _ in range(2):
+        pretend_to_sample(state, writer.plan((one, 1)), [8])
     broken = replace(writer.plan((one, 1)), start_positions=pack_int32([4]), num_new_tokens=pack_int32([2]))
     with pytest.raises(PlanError):
         state.prepare(broken)

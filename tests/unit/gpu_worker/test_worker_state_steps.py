@@ -205,14 +205,14 @@ def test_smp_02_logits_of_one_row(
     expected = [Request(n, [n, 7], sampling) for n in range(3)]
     new_bench(model).finish_all(expected)
     bench, requests = new_bench(model), [Request(n, [n, 7], sampling) for n in range(3)]
-    forward = bench.runner.forward
+    compute = bench.runner.logits
 
-    def poisoned(inputs: StepInputs) -> torch.Tensor:
-        logits = forward(inputs)
+    def poisoned(normed: torch.Tensor) -> torch.Tensor:
+        logits = compute(normed)
         logits[1, : None if poison != poison else 1] = poison
         return logits
 
-    monkeypatch.setattr(bench.runner, "forward", poisoned)
+    monkeypatch.setattr(bench.runner, "logits", poisoned)
     bench.run(*((request, 2) for request in requests))
     monkeypatch.undo()
     bench.finish_all(requests)
@@ -235,14 +235,14 @@ def test_prc_05_a_row_that_raises_fails_alone(
     """Whatever step it is in, the rows beside it get their tokens, greedy and drawn."""
     bench, requests = new_bench(model), new_requests()
     bad = Request(66, [111, 111, 3])
-    forward = bench.runner.forward
+    hidden = bench.runner.hidden
 
     def broken(inputs: StepInputs) -> torch.Tensor:
         if [111, 111, 3] in [inputs.input_ids[start : start + 3].tolist() for start in inputs.query_starts]:
             raise error
-        return forward(inputs)
+        return hidden(inputs)
 
-    monkeypatch.setattr(bench.runner, "forward", broken)
+    monkeypatch.setattr(bench.runner, "hidden", broken)
     bench.run((requests[0], len(requests[0].prompt)))
     bench.run(*((request, len(request.prompt)) for request in requests[1:]), (bad, 3), (requests[0], 1))
     assert bad.finish == Finish.INTERNAL_ERROR
@@ -261,7 +261,7 @@ def test_prc_05_a_step_that_always_raises_fails_all_its_rows_and_no_others(
     def broken(inputs: StepInputs) -> torch.Tensor:
         raise RuntimeError("kernel")
 
-    monkeypatch.setattr(bench.runner, "forward", broken)
+    monkeypatch.setattr(bench.runner, "hidden", broken)
     bench.run((requests[2], 2), (requests[3], 1))
     monkeypatch.undo()
     assert [request.finish for request in requests] == [0, 0, Finish.INTERNAL_ERROR, Finish.INTERNAL_ERROR, 0]
