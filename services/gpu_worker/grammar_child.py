@@ -44,9 +44,8 @@ def problem_of(request: CompileGrammar, tokenizer: LLTokenizer) -> str:
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=STEP_LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()  # the first one costs most
-    if matcher.stop_reason() in _DEAD_ENDS and not matcher.is_accepting():
-        return "no text is a sentence of it"
-    return _first_paragraph(matcher.get_error()) if matcher.is_error() else ""
+    problem = _first_paragraph(matcher.get_error()) if matcher.is_error() else ""
+    return "no text is a sentence of it" if problem in _DEAD_ENDS else problem
 
 
 def serve(requests: BinaryIO, answers: BinaryIO, tokenizer: LLTokenizer, timeout_s: float) -> None:

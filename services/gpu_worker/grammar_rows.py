@@ -143,7 +143,8 @@ class GrammarRows:
         return forced
 
     def _consume(self, row: _Row, token_ids: Sequence[int]) -> None:
-        if row.matcher is not None and token_ids:
+        """Follows some ids. Behind a whole sentence nothing but an end id can come, and it changes nothing."""
+        if row.matcher is not None and token_ids and not row.matcher.is_stopped():
             row.matcher.consume_tokens(list(token_ids))
             self._check(row)
 

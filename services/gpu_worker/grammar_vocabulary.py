@@ -42,13 +42,22 @@ class ForcedText:
         self._encode_piece = lru_cache(_MAX_CACHED_PIECES)(self._merge)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The ids of a text; of what no id can write, nothing."""
+        """The ids of a text, up to the first byte that no id stands for (a vocabulary can lack some)."""
         if isinstance(text, bytes):
             text = text.decode("utf-8", errors="ignore")
-        return [token_id for piece in _PIECE.findall(text) for token_id in self._encode_piece(piece)]
+        token_ids: list[int] = []
+        for piece in _PIECE.findall(text):
+            for token_id in self._encode_piece(piece):
+                if token_id is None:
+                    return token_ids
+                token_ids.append(token_id)
+        return token_ids
 
-    def _merge(self, piece: str) -> tuple[int, ...]:
-        """Joins neighbours until none can be: always the pair whose token has the lowest id, the leftmost of equals."""
+    def _merge(self, piece: str) -> tuple[int | None, ...]:
+        """Joins neighbours until none can be: always the pair whose token has the lowest id, the leftmost of equals.
+
+        None stands for a byte that no id stands for.
+        """
         parts = [part for char in piece for part in self._char_parts(char)]
         while len(parts) > 1:
             pairs = [self._ids.get(left + right) for left, right in itertools.pairwise(parts)]
@@ -57,7 +66,7 @@ class ForcedText:
                 break
             place = pairs.index(min(made))
             parts[place : place + 2] = [parts[place] + parts[place + 1]]
-        return tuple(self._ids[part] for part in parts if part in self._ids)
+        return tuple(self._ids.get(part) for part in parts)
 
     def _char_parts(self, char: str) -> list[bytes]:
         """What joining begins with: bytes in a byte-level vocabulary, else a character that is a token."""

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from services.gpu_worker.scheduler_link import SchedulerLink
 from services.gpu_worker.start_up import ReadyWorker
-from services.runtime.metrics import PREFIX
+from services.runtime.metrics import PREFIX, counter, gauge, histogram
 from services.wire.messages import StepResult
 
 _STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -63,10 +63,23 @@ class WorkerInstruments(Collector):
         yield _counter("forward_seconds", "Time of forward passes", counters.forward_us / 1e6)
         yield _counter("kv_write_bytes", "Keys and values written to the pool", kv_bytes)
         yield _counter("refused_messages", "Plans, messages and frames dropped", refused)
+        yield from self._grammars()
         yield _gauge("held_rows", "Rows that requests hold", worker.state.num_held)
         yield _gauge("kv_pool_bytes", "Size of the KV pool", worker.num_pool_bytes)
         yield _gauge("chunk_tokens", "Prefill chunk that was measured", worker.card.chunk_tokens)
         yield _gauge("outbox_frames", "Frames that wait to be sent", stats.outbox_frames)
+
+    def _grammars(self) -> Iterable[Metric]:
+        rows, compiler = self._worker.grammars, self._worker.grammars.compiler
+        yield histogram("worker_mask_seconds", rows.mask_seconds)
+        yield histogram("worker_mask_wait_seconds", rows.wait_seconds)
+        yield histogram("worker_grammar_compile_seconds", compiler.compile_seconds)
+        yield counter("worker_compiled_grammars", compiler.counters.num_compiled)
+        yield counter("worker_refused_grammars", compiler.counters.num_refused)
+        yield counter("worker_known_grammars", compiler.counters.num_cached)
+        yield counter("worker_killed_grammar_children", compiler.num_children_killed)
+        yield counter("worker_forced_tokens", rows.num_forced)
+        yield gauge("worker_kept_grammars", compiler.num_templates)
 
 
 def _counter(name: str, text: str, value: float) -> Metric:

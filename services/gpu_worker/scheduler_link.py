@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 import zmq
 
 from services.runtime.service import GroupLostError, Process
 from services.runtime.session import SILENCE_LIMIT_S
-from services.wire.messages import State, StepPlan, StepResult, WorkerCard
+from services.wire.messages import CompileGrammar, GrammarCompiled, State, StepPlan, StepResult, WorkerCard
 from services.wire.transport import BlockingReceiver, DealerPort
 
 _PUMP_INTERVAL_S = 0.05
@@ -49,6 +50,8 @@ class SchedulerLink:
         self._pumped_s = 0.0
         self.num_refused = 0
         """Messages that nobody could use."""
+        self.on_grammar: Callable[[CompileGrammar], None] | None = None
+        """Takes grammars to compile, from when this process is ready; it must not wait."""
 
     def interrupt(self) -> None:
         """Ends a waiting `receive`. Safe in a signal handler and in another thread."""
@@ -90,6 +93,8 @@ class SchedulerLink:
                 continue
             if isinstance(message, StepPlan):
                 plans.append(message)
+            elif isinstance(message, CompileGrammar) and self.on_grammar is not None:
+                self.on_grammar(message)
             else:
                 self.refuse(f"a {type(message).__name__}")
         now_s = time.monotonic()
@@ -98,7 +103,7 @@ class SchedulerLink:
         self._send_due()
         return plans
 
-    def send(self, result: StepResult) -> None:
+    def send(self, result: StepResult | GrammarCompiled) -> None:
         """Sends a result, now or as soon as the scheduler takes it.
 
         Raises:

@@ -10,20 +10,21 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from services.gpu_worker.attention import attention_for
 from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.attention.reference import ReferenceAttention
+from services.gpu_worker.grammar_compiler import GrammarCompiler
+from services.gpu_worker.grammar_process import ChildSpec
+from services.gpu_worker.grammar_rows import GrammarRows
 from services.gpu_worker.host_limits import keep_freed_memory, num_cores
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
+from services.gpu_worker.largest_step import run_largest_step
 from services.gpu_worker.load_progress import LoadProgress
 from services.gpu_worker.memory import MemoryState, measure_memory, pool_size
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.models.config import ModelConfig
-from services.gpu_worker.sampler import sample
-from services.gpu_worker.sampling_table import SamplingTable
 from services.gpu_worker.step_launcher import StepLauncher
 from services.gpu_worker.warm_up import WarmUp, warm_up
 from services.gpu_worker.weights import LoadedModel, load_model
@@ -32,7 +33,7 @@ from services.model_files.errors import ModelFileError
 from services.model_files.source import open_model
 from services.runtime.config import Settings
 from services.runtime.service import StartError
-from services.wire.messages import SamplingParams, WorkerCard
+from services.wire.messages import WorkerCard
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WHOLE_PROMPTS = -1
@@ -47,6 +48,7 @@ class ReadyWorker:
 
     launcher: StepLauncher
     state: WorkerState
+    grammars: GrammarRows
     card: WorkerCard
     kv_bytes_per_token: int
     num_pool_bytes: int
@@ -85,7 +87,11 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     sizes = WorkerSizes(
         settings.max_running_requests, max_model_len, config.vocab_size, settings.page_size, pool.num_pages
     )
-    state = WorkerState(sizes, device)
+    compiler = GrammarCompiler(
+        ChildSpec(settings.model, config.vocab_size, settings.grammar_timeout_s, settings.grammar_memory_mb)
+    )
+    grammars = GrammarRows(compiler, config.vocab_size, settings.jump_ahead)
+    state = WorkerState(sizes, device, grammars)
     card = WorkerCard(
         vocab_size=config.vocab_size,
         logits_width=config.vocab_size,
@@ -97,7 +103,7 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
         chunk_ms=1000 * measured.chunk_s,
     )
     launcher = StepLauncher(ModelRunner(config, model.weights, kv_cache, attention), state)
-    return ReadyWorker(launcher, state, card, shape.bytes_per_page // shape.page_size, kv_cache.num_bytes)
+    return ReadyWorker(launcher, state, grammars, card, shape.bytes_per_page // shape.page_size, kv_cache.num_bytes)
 
 
 def choose_device(settings: Settings) -> torch.device:
@@ -176,21 +182,9 @@ def _measure(
     most_tokens = int(measured.tokens_per_s * _MAX_MEASURED_S) if device.type == "cpu" else budget
     num_tokens = max(1, min(budget, most_tokens))
     num_rows = max(1, min(num_tokens, settings.max_running_requests * num_tokens // budget))
-    memory = measure_memory(device, weight_bytes, lambda: _run_largest(runner, num_tokens, num_rows))
+    memory = measure_memory(device, weight_bytes, lambda: run_largest_step(runner, num_tokens, num_rows))
     logger.info("largest step: %d tokens, measured with %d in %d rows", budget, num_tokens, num_rows)
     return memory.with_activations(memory.activations * budget // num_tokens)
-
-
-def _run_largest(runner: ModelRunner, num_tokens: int, num_rows: int) -> None:
-    device = runner.kv_cache.keys.device
-    # Filtering sorts whole rows on a CUDA device; on a CPU it takes time and hardly more memory than drawing.
-    top_p = 1.0 if device.type == "cpu" else 0.5
-    table = SamplingTable(num_rows, device)
-    table.set_rows(range(num_rows), [SamplingParams(1.0, top_p, 0, 0.0, 0, 0)] * num_rows)
-    rows = np.arange(num_rows, dtype=np.int64)
-    with torch.inference_mode():
-        logits = runner.forward(runner.dummy_inputs(num_tokens, num_rows))
-        sample(logits, table.groups(rows, rows))
 
 
 def _allocate(shape: KvCacheShape, num_pages: int, device: torch.device) -> KvCache:
