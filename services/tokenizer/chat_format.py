@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from services.tokenizer.answer_parts import (
-    AnswerDelta,
-    AnswerEnd,
-    Part,
-    Reasoning,
-    Text,
-    ToolCallArguments,
-    ToolCallStart,
-)
+from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, Text
 from services.tokenizer.api_error import ApiError
-from services.tokenizer.openai_chunks import AnswerHead, ChunkFrame, body_of, finish_reason
+from services.tokenizer.chat_words import CHAT_WORDS, ChatWords
+from services.tokenizer.openai_chunks import AnswerHead, ChunkFrame, body_of
 from services.tokenizer.sse import DONE, KEEP_ALIVE, error_event, json_line, json_string
 
 
 class ChatFormat:
     """One request's answers in OpenAI's chat form."""
 
-    __slots__ = ("_frame", "_head", "_prefixes", "_suffix")
+    __slots__ = ("_frame", "_head", "_prefixes", "_suffix", "_words")
 
-    def __init__(self, head: AnswerHead, num_answers: int) -> None:
+    def __init__(self, head: AnswerHead, num_answers: int, words: ChatWords = CHAT_WORDS) -> None:
         self._head = head
+        self._words = words
         self._frame = ChunkFrame(head, "chat.completion.chunk")
         self._prefixes = [self._start(choice) + b'{"content":' for choice in range(num_answers)]
         self._suffix = b'},"logprobs":null,"finish_reason":null}]' + self._frame.tail
@@ -38,7 +32,7 @@ class ChatFormat:
         parts = delta.parts
         if len(parts) == 1 and type(parts[0]) is Text and not delta.token_ids and not delta.logprobs:  # nearly always
             return self.text(choice, parts[0].text)
-        return b"".join(self._chunk(choice, json_line(_delta_of(part))) for part in parts)
+        return b"".join(self._chunk(choice, json_line(self._words.delta_of(part))) for part in parts)
 
     def text(self, choice: int, text: str) -> bytes:
         """A chunk of nothing but text, made of bytes that were prepared."""
@@ -46,7 +40,7 @@ class ChatFormat:
 
     def finish(self, choice: int, end: AnswerEnd) -> bytes:
         """The last chunk of an answer: no text, the reason."""
-        reason = b'"%b"' % finish_reason(end).encode()
+        reason = b'"%b"' % self._words.reason_of(end).encode()
         return self._chunk(choice, b"{}", reason, self._frame.tail_with(None, end.timings))
 
     def ending(self, usage: Mapping[str, object]) -> bytes:
@@ -68,9 +62,9 @@ class ChatFormat:
         choices: list[dict[str, object]] = [
             {
                 "index": index,
-                "message": _message(part for delta in deltas for part in delta.parts),
+                "message": self._words.message_of(part for delta in deltas for part in delta.parts),
                 "logprobs": None,
-                "finish_reason": finish_reason(end),
+                "finish_reason": self._words.reason_of(end),
             }
             for index, (deltas, end) in enumerate(zip(answers, ends, strict=True))
         ]
@@ -82,45 +76,3 @@ class ChatFormat:
     def _chunk(self, choice: int, delta: bytes, reason: bytes = b"null", tail: bytes = b"") -> bytes:
         end = tail or self._frame.tail
         return b'%b%b,"logprobs":null,"finish_reason":%b}]%b' % (self._start(choice), delta, reason, end)
-
-
-def _delta_of(part: Part) -> dict[str, object]:
-    match part:
-        case Text(text):
-            return {"content": text}
-        case Reasoning(text):
-            return {"reasoning_content": text}
-        case ToolCallStart(index, call_id, name):
-            function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
-        case ToolCallArguments(index, fragment):
-            return {"tool_calls": [{"index": index, "function": {"arguments": fragment}}]}
-
-
-def _message(parts: Iterable[Part]) -> dict[str, object]:
-    """A whole message; its content is null where there are only thoughts or tool calls."""
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: dict[int, tuple[ToolCallStart, list[str]]] = {}
-    for part in parts:
-        match part:
-            case Text(text):
-                texts.append(text)
-            case Reasoning(text):
-                thoughts.append(text)
-            case ToolCallStart():
-                calls[part.index] = (part, [])
-            case ToolCallArguments(index, fragment):
-                calls[index][1].append(fragment)
-    message: dict[str, object] = {
-        "role": "assistant",
-        "content": "".join(texts) if texts or not (calls or thoughts) else None,
-    }
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
-    if calls:
-        message["tool_calls"] = [
-            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": "".join(fragments)}}
-            for call, fragments in calls.values()
-        ]
-    return message
