@@ -25,6 +25,7 @@ class Code(StrEnum):
     UNKNOWN_FIELD = "unknown_field"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     NO_CHAT_TEMPLATE = "no_chat_template"
+    INVALID_GRAMMAR = "invalid_grammar"
     INVALID_JSON = "invalid_json"
     INVALID_HTTP = "invalid_http"
     INVALID_API_KEY = "invalid_api_key"

@@ -7,15 +7,20 @@ The chat route reads the fields from its body; others write a chat in these fiel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.runtime.config import Settings
 from services.tokenizer.answer_parts import ParserFactory
+from services.tokenizer.answer_plan import AnswerPlanner, conversation_of, effort_switches
+from services.tokenizer.conversation import Conversation
 from services.tokenizer.generation import Generation
-from services.tokenizer.openai_schema import ChatBody, Ignored, parse_chat
+from services.tokenizer.json_schema_check import SchemaLimits
+from services.tokenizer.openai_schema import ChatBody, parse_chat
 from services.tokenizer.prompts import PromptMaker
+from services.tokenizer.request_body import Ignored, ignore
 from services.tokenizer.submission import AnswersWanted
+from services.tokenizer.tool_requests import ToolUse, tool_use_of
 
 
 @dataclass(frozen=True)
@@ -33,14 +38,38 @@ class UnderstoodChat:
     wanted: AnswersWanted
     ignored: Ignored
     parsers: ParserFactory | None = None
+    has_legacy_calls: bool = False
+    """Whether the client speaks of `functions` and wants its call as `function_call`."""
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A chat as the model would see it: text with the control tokens spelled out, and its ids."""
+
+    text: str
+    token_ids: Sequence[int]
+    ignored: Ignored
+
+
+@dataclass(frozen=True)
+class _CheckedChat:
+    """A chat whose fields were checked: nothing is encoded yet."""
+
+    body: ChatBody
+    use: ToolUse | None
+    conversation: Conversation
+    ignored: Ignored
 
 
 class ChatRequests:
     """Understands the chats of one process."""
 
-    def __init__(self, settings: Settings, prompts: PromptMaker, generation: Generation) -> None:
+    def __init__(
+        self, settings: Settings, prompts: PromptMaker, planner: AnswerPlanner, generation: Generation
+    ) -> None:
         self._settings = settings
         self._prompts = prompts
+        self._planner = planner
         self._generation = generation
 
     async def understand(self, fields: Mapping[str, object]) -> UnderstoodChat:
@@ -49,11 +78,19 @@ class ChatRequests:
         Raises:
             ApiError: 400 naming the field, 404 for another model, 503 when too many long texts wait.
         """
-        body, ignored = parse_chat(fields, self._settings)
-        self._generation.check_against_model(body)
-        prompt = await self._prompts.chat(body)
-        ignored = ignored.with_dropped(await self._prompts.dropped_keys(body), self._settings)
-        return UnderstoodChat(body, AnswersWanted(body, [prompt]), ignored)
+        chat = self._checked(fields)
+        body, use = chat.body, chat.use
+        structure = body.grammar(self._settings)
+        prompt = await self._prompts.chat(body, chat.conversation)
+        plan = self._planner.plan(body, use, prompt.token_ids, structure)
+        wanted = AnswersWanted(
+            body,
+            [prompt],
+            grammar=plan.grammar,
+            grammar_param=body.grammar_param if use is None else "functions" if use.is_legacy else "tools",
+            shows_special_tokens=plan.shows_special_tokens,
+        )
+        return UnderstoodChat(body, wanted, await self._ignored(chat), plan.parsers, use is not None and use.is_legacy)
 
     async def token_ids(self, fields: Mapping[str, object]) -> list[int]:
         """The prompt of a chat, whether it fits or not.
@@ -61,6 +98,31 @@ class ChatRequests:
         Raises:
             ApiError: as `understand`.
         """
-        body, _ = parse_chat(fields, self._settings)
+        return await self._prompts.chat_ids(self._checked(fields).conversation)
+
+    async def render(self, fields: Mapping[str, object]) -> RenderedChat:
+        """What the model would see of a chat, whether it fits or not.
+
+        Raises:
+            ApiError: as `understand`.
+        """
+        chat = self._checked(fields)
+        token_ids = await self._prompts.chat_ids(chat.conversation)
+        text = await self._prompts.chat_text(chat.conversation)
+        return RenderedChat(text, token_ids, await self._ignored(chat))
+
+    def _checked(self, fields: Mapping[str, object]) -> _CheckedChat:
+        body, ignored = parse_chat(fields, self._settings)
         self._generation.check_against_model(body)
-        return await self._prompts.chat_ids(body)
+        use = tool_use_of(body, SchemaLimits.of(self._settings))
+        if use is not None and use.ignored:
+            ignored = ignore([*ignored.names, *use.ignored], self._settings)
+        return _CheckedChat(body, use, conversation_of(body, use, self._prompts.dialect), ignored)
+
+    async def _ignored(self, chat: _CheckedChat) -> Ignored:
+        """The names that mean nothing, to anyone or to this model's template."""
+        dropped = await self._prompts.dropped_keys(chat.conversation)
+        effort = chat.body.reasoning_effort
+        if effort is not None and not effort_switches(effort, self._prompts.dialect):
+            dropped = [*dropped, "reasoning_effort"]
+        return chat.ignored.with_dropped(dropped, self._settings)

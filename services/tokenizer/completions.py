@@ -13,12 +13,14 @@ from aiohttp import web
 from services.runtime.config import Settings
 from services.tokenizer.chat_format import ChatFormat
 from services.tokenizer.chat_requests import ChatRequests
+from services.tokenizer.chat_words import CHAT_WORDS, LEGACY_CHAT_WORDS
 from services.tokenizer.completion_format import CompletionFormat
 from services.tokenizer.generation import Generation, GenerationCall
 from services.tokenizer.http_body import read_json_body
 from services.tokenizer.openai_chunks import AnswerHead
-from services.tokenizer.openai_schema import Ignored, parse_completion
+from services.tokenizer.openai_schema import parse_completion
 from services.tokenizer.prompts import PromptMaker
+from services.tokenizer.request_body import Ignored
 from services.tokenizer.request_limits import ServedModel
 from services.tokenizer.submission import AnswersWanted
 
@@ -45,11 +47,12 @@ class Completions:
         self._generation.refuse_if_unavailable()
         chat = await self._chats.understand(await read_json_body(request, self._settings))
         head = self._head("chatcmpl", chat.wanted)
+        words = LEGACY_CHAT_WORDS if chat.has_legacy_calls else CHAT_WORDS
         return await self._generation.answer(
             GenerationCall(
                 request=request,
                 wanted=chat.wanted,
-                format=ChatFormat(head, chat.wanted.num_answers),
+                format=ChatFormat(head, chat.wanted.num_answers, words),
                 is_streamed=bool(chat.body.stream),
                 headers=answer_headers(head.answer_id, chat.ignored),
                 received_s=received_s,
@@ -68,7 +71,9 @@ class Completions:
         self._generation.refuse_if_unavailable()
         body, ignored = parse_completion(await read_json_body(request, self._settings), self._settings)
         self._generation.check_against_model(body)
-        wanted = AnswersWanted(body, await self._prompts.completions(body))
+        grammar = body.grammar(self._settings)
+        prompts = await self._prompts.completions(body)
+        wanted = AnswersWanted(body, prompts, grammar=grammar, grammar_param=body.grammar_param)
         head = self._head("cmpl", wanted)
         return await self._generation.answer(
             GenerationCall(

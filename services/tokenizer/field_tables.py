@@ -14,43 +14,20 @@ Neutral = tuple[object, ...]
 # name -> the values that mean the same as leaving it out (null always does)
 UNBUILT_EVERYWHERE: Mapping[str, Neutral] = {
     # sampling
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "use_beam_search": (False,),
     "early_stopping": (False,),
     "logits_processors": ([],),
     "custom_params": ({},),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     # probabilities and tokens
-    "prompt_logprobs": (),
     "return_logprob": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "return_hidden_states": (False,),
     # structure
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": ([],),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
+    "guided_decoding_backend": ("auto", "guidance"),
     "guided_whitespace_pattern": (),
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
     "structural_tag": (),
     # engine
-    "priority": (0,),
-    "timeout_s": (),
-    "cache_salt": ("",),
     "lora_path": (),
     "prompt_embeds": (),
     "input_embeds": (),
@@ -60,20 +37,9 @@ UNBUILT_EVERYWHERE: Mapping[str, Neutral] = {
 
 UNBUILT_IN_CHAT: Mapping[str, Neutral] = {
     **UNBUILT_EVERYWHERE,
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "echo": (False,),
     "add_special_tokens": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "reasoning": ({},),
-    "reasoning_effort": (),
-    "separate_reasoning": (False, True),
-    "stream_reasoning": (False, True),
-    "include_reasoning": (False, True),
     "thinking_token_budget": (),
     "verbosity": ("medium",),
     "modalities": (["text"],),
@@ -88,14 +54,8 @@ UNBUILT_IN_CHAT: Mapping[str, Neutral] = {
 
 UNBUILT_IN_COMPLETIONS: Mapping[str, Neutral] = {
     **UNBUILT_EVERYWHERE,
-    "logprobs": (),
     "best_of": (1,),
     "suffix": ("",),
-}
-
-UNBUILT_IN_STREAM_OPTIONS: Mapping[str, Neutral] = {
-    "continuous_usage_stats": (False,),
-    "include_event_ids": (False,),
 }
 
 # Sent as a matter of course; nothing of the answer depends on them. A caller's own id is never used as one of ours.

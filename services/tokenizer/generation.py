@@ -16,19 +16,21 @@ from dataclasses import dataclass
 
 from aiohttp import HttpVersion11, web
 
+from services.runtime.config import Settings
 from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, AnswerFormat, ParserFactory
 from services.tokenizer.answer_sinks import CollectedAnswers, EventStream, StreamOptions
 from services.tokenizer.api_error import ApiError, Code
 from services.tokenizer.http_connection import SERVER_NAME, ChunkedOutput, ClientConnection
 from services.tokenizer.instruments import HttpStatistics
-from services.tokenizer.openai_schema import SamplingBody
+from services.tokenizer.logit_rules import RuleMaker, bias_of_ids
 from services.tokenizer.pending_answer import PendingAnswer
 from services.tokenizer.request_limits import ServedModel, check_token_ids
 from services.tokenizer.request_record import present_record
+from services.tokenizer.sampling_body import SamplingBody
 from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.sse import EVENT_STREAM_HEADERS
 from services.tokenizer.stream_table import OpenRequest
-from services.tokenizer.submission import AnswersWanted, build_submits
+from services.tokenizer.submission import AnswersWanted, Asker, build_submits
 from services.tokenizer.usage import usage_of
 
 
@@ -69,8 +71,12 @@ class FinishedAnswers:
 class Generation:
     """Gets answers for the routes of one process."""
 
-    def __init__(self, model: ServedModel, link: SchedulerLink, http: HttpStatistics) -> None:
+    def __init__(
+        self, settings: Settings, model: ServedModel, rules: RuleMaker, link: SchedulerLink, http: HttpStatistics
+    ) -> None:
+        self._isolates_cache = settings.isolate_cache_by_key
         self._model = model
+        self._rules = rules
         self._link = link
         self._http = http
 
@@ -83,6 +89,12 @@ class Generation:
         error = self._link.ended or self._link.view.refusal(time.monotonic())
         if error is not None:
             raise error
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together; the context's as long as no worker has told its pool."""
+        context_tokens = self._model.context_tokens
+        return min(self._link.view.max_total_tokens or context_tokens, context_tokens)
 
     def check_model(self, name: str | None) -> None:
         """Whether the client means the served model; it may leave that out.
@@ -101,6 +113,8 @@ class Generation:
         """
         self.check_model(body.model)
         check_token_ids(body.stop_token_ids or (), self._model, "stop_token_ids")
+        check_token_ids(body.allowed_token_ids or (), self._model, "allowed_token_ids")
+        bias_of_ids(body.logit_bias or {}, self._model)
 
     async def answer(self, call: GenerationCall) -> web.StreamResponse:
         """The response to a request: a body, or a stream that is written when this returns.
@@ -117,6 +131,8 @@ class Generation:
         except ApiError as error:
             if error.param == "prompt":  # the scheduler knows prompts only
                 error.param = call.prompt_param
+            elif error.code == Code.INVALID_GRAMMAR:
+                error.param = call.wanted.grammar_param
             raise
         finally:
             self._http.request_s.observe(time.monotonic() - call.received_s)
@@ -130,7 +146,7 @@ class Generation:
             ApiError: the request is refused, or fails.
         """
         answers = CollectedAnswers(_pending(wanted, parsers))
-        opened = self._open(wanted, answers, received_s)
+        opened = await self._open(wanted, answers, received_s)
         try:
             await opened.admission
             await answers.done
@@ -141,7 +157,7 @@ class Generation:
 
     async def _stream(self, call: GenerationCall) -> web.StreamResponse:
         events = EventStream(call.format, _pending(call.wanted, call.parsers))
-        opened = self._open(call.wanted, events, call.received_s)
+        opened = await self._open(call.wanted, events, call.received_s)
         events.options = StreamOptions(usage=self._usage(opened, call.wanted))
         try:
             await opened.admission
@@ -151,12 +167,16 @@ class Generation:
         finally:
             self._link.close_request(opened)
 
-    def _open(self, wanted: AnswersWanted, sink: CollectedAnswers | EventStream, received_s: float) -> OpenRequest:
+    async def _open(
+        self, wanted: AnswersWanted, sink: CollectedAnswers | EventStream, received_s: float
+    ) -> OpenRequest:
+        rules = await self._rules.rules(wanted.body)
         self.refuse_if_unavailable()  # much may have happened while a long prompt was encoded
         for prompt in wanted.prompts:
             self._http.prompt_tokens.observe(len(prompt.token_ids))
         record = present_record()
-        opened = self._link.submit(build_submits(wanted, self._model, record.tenant), sink, received_s)
+        asker = Asker(record.tenant, self._isolates_cache, time.monotonic() - received_s, rules)
+        opened = self._link.submit(build_submits(wanted, self._model, asker), sink, received_s)
         record.opened(opened)
         return opened
 

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from services.model_files.tokenizer import LoadedTokenizer
 from services.runtime.config import Settings
+from services.tokenizer.answer_plan import AnswerPlanner
 from services.tokenizer.chat_requests import ChatRequests
 from services.tokenizer.completions import Completions
 from services.tokenizer.control_routes import ControlRoutes
@@ -26,6 +27,7 @@ from services.tokenizer.responses import Responses
 from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.scores import Scores
 from services.tokenizer.status_routes import StatusRoutes
+from services.tokenizer.structured_output import StructureLimits
 from services.tokenizer.tokenization import Tokenization
 from services.tokenizer.trace_route import TraceRoute
 
@@ -50,7 +52,8 @@ class RouteParts:
 def handlers_of(parts: RouteParts) -> Mapping[str, Handler]:
     """What answers each path of `ROUTES`."""
     settings, model, prompts, generation = parts.settings, parts.model, parts.prompts, parts.generation
-    chats = ChatRequests(settings, prompts, generation)
+    planner = AnswerPlanner(parts.loaded, prompts.dialect, StructureLimits.of(settings))
+    chats = ChatRequests(settings, prompts, planner, generation)
     names = RequestNames()
     completions = Completions(settings, model, prompts, chats, generation)
     messages = Messages(settings, model, chats, generation)
@@ -77,7 +80,7 @@ def handlers_of(parts: RouteParts) -> Mapping[str, Handler]:
         "/health": status.health,
         "/metrics": parts.metrics.answer,
         "/trace/{id}": parts.trace.answer,
-        "/openapi.json": OpenApiRoute(settings).answer,
+        "/openapi.json": OpenApiRoute(settings, model.name).answer,
         "/server_info": status.server_info,
         "/flush_cache": control.flush_cache,
         "/abort_request": control.abort_request,

@@ -13,7 +13,7 @@ from services.tokenizer.field_tables import Neutral, is_neutral
 
 # What reaches the chat template; the second part is text or null.
 SHOWN = frozenset({"role", "content", "tool_calls", "function_call", "name", "tool_call_id", "reasoning_content"})
-_TEXTS = ("name", "tool_call_id", "reasoning_content")
+TEXTS = ("name", "tool_call_id", "reasoning_content")
 
 # name -> the values that mean the same as leaving it out (null always does)
 UNBUILT: Mapping[str, Neutral] = {
@@ -41,7 +41,7 @@ def unknown_message_keys(messages: Sequence[Mapping[str, object]]) -> list[str]:
                 if not is_neutral(value, UNBUILT[name]):
                     problem = "is not supported by this server"
                     raise bad_field(f"messages[{index}].{name}", problem, Code.UNSUPPORTED_FIELD)
-            elif name in _TEXTS:
+            elif name in TEXTS:
                 if value is not None and not isinstance(value, str):
                     raise bad_field(f"messages[{index}].{name}", "must be a text")
             elif name not in SHOWN and name not in WITHOUT_EFFECT:

@@ -1,109 +1,81 @@
-"""Tokenizer process: what a client may ask for, checked field by field.
+"""Tokenizer process: the bodies of OpenAI's chat and text completions, checked field by field.
 
-A body goes through three doors: names (known, without effect, known but not built, unknown), types and ranges, and what
-one field says about another. Every error is a 400 that names its field. Owns nothing; knows no model.
+A body goes through three doors: names, types and ranges (`request_body`), and what one field says about another. Every
+error is a 400 that names its field. Owns nothing; knows no model.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, NoReturn, TypeVar
-from urllib.parse import quote
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
 from services.runtime.config import Settings
-from services.tokenizer.api_error import Code, bad_field
+from services.tokenizer.api_error import bad_field
 from services.tokenizer.field_tables import (
     UNBUILT_IN_CHAT,
     UNBUILT_IN_COMPLETIONS,
-    UNBUILT_IN_STREAM_OPTIONS,
     WITHOUT_EFFECT,
     WITHOUT_EFFECT_IN_STREAM_OPTIONS,
-    Neutral,
-    is_neutral,
 )
 from services.tokenizer.message_fields import unknown_message_keys
+from services.tokenizer.request_body import BodyForm, Ignored, ignore
+from services.tokenizer.sampling_body import Count, check_num_logprobs, check_sampling
+from services.tokenizer.structured_body import StructuredBody
+from services.wire.messages import NO_LOGPROBS
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_BYTES = 1024
-MAX_STOP_TOKEN_IDS = 256
-_MAX_IGNORED_NAMES = 32
-_INT32 = 2**31 - 1
-
-StopString = Annotated[str, Meta(min_length=1)]
-Positive = Annotated[int, Meta(ge=1, le=_INT32)]
-TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
-Share = Annotated[float, Meta(ge=0, le=1)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
-class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`stream_options` of a request."""
-
-    include_usage: bool | None = None
-
-
-class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that chat and completions share. None: the client left it out."""
-
-    model: str | None = None
-    temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
-    top_p: Share | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
-    min_p: Share | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    ignore_eos: bool | None = None
-    n: Annotated[int, Meta(ge=1)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple."""
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def wanted_tokens(self) -> int | None:
-        """How many tokens the client asks for: the newer field wins."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def num_choices(self) -> int:
-        """Answers for each prompt."""
-        return 1 if self.n is None else self.n
-
-    @property
-    def wants_usage_chunk(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-
-class ChatBody(SamplingBody, frozen=True, kw_only=True):
+class ChatBody(StructuredBody, frozen=True, kw_only=True):
     """POST /v1/chat/completions. What a message holds is checked where it is rendered."""
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: str | dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+
+    @property
+    def num_logprobs(self) -> int:
+        """As many as `top_logprobs` says, if `logprobs` asks for any."""
+        return (self.top_logprobs or 0) if self.logprobs else NO_LOGPROBS
 
 
-class CompletionBody(SamplingBody, frozen=True, kw_only=True):
+class CompletionBody(StructuredBody, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     add_special_tokens: bool | None = None
+    logprobs: Count | None = None
+
+    @property
+    def num_logprobs(self) -> int:
+        """As many as `logprobs` says."""
+        return NO_LOGPROBS if self.logprobs is None else self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """An echo has the same log-probabilities as the answer behind it."""
+        asked = super().num_prompt_logprobs
+        return max(asked, self.num_logprobs) if self.echo else asked
+
+    @property
+    def has_echo(self) -> bool:
+        """As `echo` says."""
+        return bool(self.echo)
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -128,26 +100,9 @@ class CompletionBody(SamplingBody, frozen=True, kw_only=True):
         return texts or id_lists
 
 
-@dataclass(frozen=True)
-class Ignored:
-    """Names that nobody knows, or that the template does not show: the answer has them in `x-ignored-fields`."""
-
-    names: tuple[str, ...]
-
-    def with_dropped(self, names: Sequence[str], settings: Settings) -> Ignored:
-        """These and names that are known, but not shown by the model's chat template.
-
-        Raises:
-            ApiError: 400 naming the first, with `--strict-fields`.
-        """
-        if names and settings.strict_fields:
-            raise bad_field(names[0], "is not shown by this model's chat template", Code.UNSUPPORTED_FIELD)
-        return Ignored((*self.names, *names))
-
-    @property
-    def header(self) -> str:
-        """The names as a header value, without a character that could end the header."""
-        return ", ".join(quote(name[:64], safe="[]") for name in self.names[:_MAX_IGNORED_NAMES])
+_WITHOUT_EFFECT = WITHOUT_EFFECT.union(f"stream_options.{name}" for name in WITHOUT_EFFECT_IN_STREAM_OPTIONS)
+CHAT_FORM = BodyForm(ChatBody, UNBUILT_IN_CHAT, _WITHOUT_EFFECT)
+COMPLETION_FORM = BodyForm(CompletionBody, UNBUILT_IN_COMPLETIONS, _WITHOUT_EFFECT)
 
 
 def parse_chat(fields: Mapping[str, object], settings: Settings) -> tuple[ChatBody, Ignored]:
@@ -156,13 +111,16 @@ def parse_chat(fields: Mapping[str, object], settings: Settings) -> tuple[ChatBo
     Raises:
         ApiError: 400 naming the field.
     """
-    ignored = _check_names(fields, _CHAT_FIELDS, UNBUILT_IN_CHAT)
-    body = _convert(fields, ChatBody)
+    body, ignored = CHAT_FORM.parse(fields, settings)
     if len(body.messages) > settings.max_messages:
         raise bad_field("messages", f"{len(body.messages)} messages, at most {settings.max_messages} are allowed")
     names = unknown_message_keys(body.messages)
-    _check_sampling(body, settings)
-    return body, _ignore([*ignored, *names], settings)
+    check_sampling(body, settings)
+    if body.top_logprobs:
+        check_num_logprobs(body.top_logprobs, "top_logprobs", settings)
+        if not body.logprobs:
+            raise bad_field("top_logprobs", "is only for logprobs: true")
+    return body, ignore([*ignored.names, *names], settings)
 
 
 def parse_completion(fields: Mapping[str, object], settings: Settings) -> tuple[CompletionBody, Ignored]:
@@ -171,81 +129,11 @@ def parse_completion(fields: Mapping[str, object], settings: Settings) -> tuple[
     Raises:
         ApiError: 400 naming the field.
     """
-    ignored = _check_names(fields, _COMPLETION_FIELDS, UNBUILT_IN_COMPLETIONS)
-    body = _convert(fields, CompletionBody)
+    body, ignored = COMPLETION_FORM.parse(fields, settings)
     num_prompts = len(body.prompts)
-    _check_sampling(body, settings)
+    check_sampling(body, settings)
+    if body.logprobs:
+        check_num_logprobs(body.logprobs, "logprobs", settings)
     if num_prompts * body.num_choices > settings.max_prompts:
         raise bad_field("prompt", f"{num_prompts} prompts with n={body.num_choices}, at most {settings.max_prompts}")
-    if body.echo and not isinstance(body.prompts[0], str):
-        raise bad_field("echo", "needs the prompt as text", Code.UNSUPPORTED_VALUE)
-    return body, _ignore(ignored, settings)
-
-
-def _check_sampling(body: SamplingBody, settings: Settings) -> None:
-    if body.num_choices > settings.max_choices:
-        raise bad_field("n", f"must be at most {settings.max_choices}")
-    for index, text in enumerate(body.stop_strings):
-        if len(text.encode()) > MAX_STOP_BYTES:
-            param = "stop" if isinstance(body.stop, str) else f"stop[{index}]"
-            raise bad_field(param, f"must be at most {MAX_STOP_BYTES} bytes")
-    if body.stream_options is not None and not body.stream:
-        raise bad_field("stream_options", "is only for stream: true")
-
-
-def _check_names(fields: Mapping[str, object], built: frozenset[str], unbuilt: Mapping[str, Neutral]) -> list[str]:
-    """The unknown names, those inside stream_options too."""
-    ignored = _unknown_names(fields, built | WITHOUT_EFFECT, unbuilt, "")
-    options = fields.get("stream_options")
-    if isinstance(options, dict):
-        known = frozenset(StreamOptions.__struct_fields__) | WITHOUT_EFFECT_IN_STREAM_OPTIONS
-        ignored += _unknown_names(options, known, UNBUILT_IN_STREAM_OPTIONS, "stream_options.")
-    return ignored
-
-
-def _unknown_names(
-    fields: Mapping[str, object], known: frozenset[str], unbuilt: Mapping[str, Neutral], prefix: str
-) -> list[str]:
-    unknown: list[str] = []
-    for name, value in fields.items():
-        if name in known:
-            continue
-        if name not in unbuilt:
-            unknown.append(prefix + name)
-        elif not is_neutral(value, unbuilt[name]):
-            raise bad_field(prefix + name, "is not supported by this server", Code.UNSUPPORTED_FIELD)
-    return unknown
-
-
-def _ignore(names: list[str], settings: Settings) -> Ignored:
-    if names and settings.strict_fields:
-        raise bad_field(names[0][:128], "is not a known field", Code.UNKNOWN_FIELD)
-    return Ignored(tuple(names))
-
-
-Body = TypeVar("Body", ChatBody, CompletionBody)
-
-
-def _convert(fields: Mapping[str, object], kind: type[Body]) -> Body:
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        _raise_for(str(error))
-
-
-_PROBLEM = re.compile(r"(?P<problem>.*?)(?: - at `\$\.?(?P<param>.*)`)?", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(.*)`")
-
-
-def _raise_for(text: str) -> NoReturn:
-    """Turns the library's "Expected `int`, got `str` - at `$.n`" into an error that names the field."""
-    found = _PROBLEM.fullmatch(text)
-    problem, param = (found["problem"], found["param"] or "") if found else (text, "")
-    missing = _MISSING.match(problem)
-    if missing:
-        raise bad_field(".".join(filter(None, (param, missing[1]))), "is required", Code.MISSING_FIELD)
-    raise bad_field(param, problem[:1].lower() + problem[1:].replace("`", ""))
-
-
-_CHAT_FIELDS = frozenset(ChatBody.__struct_fields__)
-_COMPLETION_FIELDS = frozenset(CompletionBody.__struct_fields__)
+    return body, ignored

@@ -14,7 +14,9 @@ from aiohttp import web
 
 from services.runtime.config import Settings
 from services.tokenizer.access import Audience
+from services.tokenizer.conversation import ROLES
 from services.tokenizer.field_tables import Neutral
+from services.tokenizer.message_fields import TEXTS
 from services.tokenizer.messages_format import messages_error_body
 from services.tokenizer.request_body import BodyForm
 from services.tokenizer.routes import ROUTES, Route
@@ -24,6 +26,7 @@ _COMPONENTS = "#/components/schemas/{name}"
 _WITH_BODY = (400, 404, 408, 413, 415, 417)
 _EVERYWHERE = (401, 429, 431, 500)
 _FROM_SCHEDULER = (503, 504)
+_ANY_MESSAGES: dict[str, object] = {"type": "array", "minItems": 1, "items": {"type": "object"}}
 
 
 class ErrorFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,8 +60,8 @@ class MessagesErrorAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="
 class OpenApiRoute:
     """Answers with the description, which is made once."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._body = msgspec.json.encode(description(settings))
+    def __init__(self, settings: Settings, model_name: str) -> None:
+        self._body = msgspec.json.encode(description(settings, model_name))
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """The description."""
@@ -79,8 +82,13 @@ def statuses_of(route: Route, settings: Settings) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def description(settings: Settings) -> dict[str, object]:
-    """The whole description, OpenAPI 3.1."""
+def description(settings: Settings, model_name: str) -> dict[str, object]:
+    """The whole description, OpenAPI 3.1.
+
+    Args:
+        settings: Whether unknown fields are taken.
+        model_name: The one that `model` may say.
+    """
     kinds = [route.form.kind for route in ROUTES.values() if route.form is not None]
     _, components = msgspec.json.schema_components(
         [*dict.fromkeys(kinds), ErrorAnswer, MessagesErrorAnswer], ref_template=_COMPONENTS
@@ -88,6 +96,7 @@ def description(settings: Settings) -> dict[str, object]:
     for route in ROUTES.values():
         if route.form is not None:
             _add_other_fields(components[route.form.kind.__name__], route.form, settings)
+            _narrow(components[route.form.kind.__name__]["properties"], model_name)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tokenway", "version": server_version()},
@@ -99,10 +108,44 @@ def description(settings: Settings) -> dict[str, object]:
     }
 
 
+def _narrow(fields: dict[str, object], model_name: str) -> None:
+    """What is known of a field beyond its type: there is one model, and messages have roles and texts."""
+    if "model" in fields:
+        fields["model"] = {"enum": [None, model_name]}
+    if "messages" in fields:
+        fields["messages"] = _with_messages(fields["messages"])
+
+
+def _with_messages(schema: object) -> object:
+    """Objects without a shape become messages of a chat."""
+    if schema == _ANY_MESSAGES:
+        return {**_ANY_MESSAGES, "items": message_schema()}
+    if isinstance(schema, dict) and "anyOf" in schema:
+        return {**schema, "anyOf": [_with_messages(option) for option in schema["anyOf"]]}
+    return schema
+
+
+def message_schema() -> dict[str, object]:
+    """A message of a chat; its keys are checked one by one, not by a struct."""
+    part = {
+        "type": "object",
+        "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+    }
+    texts = {name: {"type": ["string", "null"]} for name in sorted(TEXTS)}
+    content = {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": part}]}
+    return {
+        "type": "object",
+        "properties": {"role": {"enum": list(ROLES)}, "content": content, **texts},
+        "required": ["role"],
+    }
+
+
 def _operation(route: Route, settings: Settings) -> dict[str, object]:
     operation: dict[str, object] = {
         "operationId": f"{route.method.lower()}{route.path.replace('/', '_').replace('{id}', 'id')}",
         "summary": route.summary,
+        "tags": [str(route.audience)],
         "responses": {str(status): _answer(route, status) for status in statuses_of(route, settings)},
     }
     if route.has_id:

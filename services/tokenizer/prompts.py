@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from services.tokenizer.api_error import ApiError, Code, bad_field, unavailable
 from services.tokenizer.backend_view import BackendView
 from services.tokenizer.conversation import Conversation
+from services.tokenizer.dialect import Dialect
 from services.tokenizer.openai_schema import ChatBody, CompletionBody
 from services.tokenizer.prompt_errors import EncoderBusyError, NoChatTemplateError, PromptError, TextTooLongError
 from services.tokenizer.request_limits import (
@@ -20,9 +22,12 @@ from services.tokenizer.request_limits import (
     ServedModel,
     answer_limit,
     check_token_ids,
+    truncated,
 )
+from services.tokenizer.sampling_body import SamplingBody
 from services.tokenizer.submission import Prompt
 from services.tokenizer.text_encoder import TextEncoder
+from services.wire.messages import PromptParams
 
 _Result = TypeVar("_Result")
 
@@ -35,29 +40,34 @@ class PromptMaker:
         self._encoder = encoder
         self._view = view
 
-    async def chat(self, body: ChatBody) -> Prompt:
+    @property
+    def dialect(self) -> Dialect:
+        """How the model writes calls and thoughts."""
+        return self._encoder.template.dialect
+
+    async def chat(self, body: ChatBody, conversation: Conversation) -> Prompt:
         """The prompt of a conversation; without a limit the answer may run to the end of the context.
 
         Raises:
             ApiError: 400 naming the field, 503 when too many long texts wait.
         """
-        return self.fitting(await self.chat_ids(body), body.wanted_tokens, "messages")
+        return self._prompt(body, await self.chat_ids(conversation), body.wanted_tokens, "messages")
 
-    async def chat_ids(self, body: ChatBody) -> list[int]:
+    async def chat_ids(self, conversation: Conversation) -> list[int]:
         """The ids of a conversation, whether they fit or not.
 
         Raises:
             ApiError: 400 naming the field, 503 when too many long texts wait.
         """
-        return await _blamed_on("messages", self._encoder.encode_chat(_conversation(body)))
+        return await _blamed_on("messages", self._encoder.encode_chat(conversation))
 
-    async def chat_text(self, body: ChatBody) -> str:
+    async def chat_text(self, conversation: Conversation) -> str:
         """The text of which `chat_ids` are the ids, control tokens spelled out, for people to read.
 
         Raises:
             ApiError: as `chat_ids`.
         """
-        return await _blamed_on("messages", self._encoder.render_chat(_conversation(body)))
+        return await _blamed_on("messages", self._encoder.render_chat(conversation))
 
     async def text_ids(self, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a raw prompt, whether they fit or not.
@@ -67,13 +77,13 @@ class PromptMaker:
         """
         return await _blamed_on(param, self._encoder.encode(text, add_special_tokens=add_special_tokens))
 
-    async def dropped_keys(self, body: ChatBody) -> list[str]:
+    async def dropped_keys(self, conversation: Conversation) -> list[str]:
         """What of a conversation that could be encoded the template did not show: places such as `messages[].NAME`.
 
         Raises:
             ApiError: 503 when too many long texts wait.
         """
-        return await _blamed_on("messages", self._encoder.dropped_keys(_conversation(body)))
+        return await _blamed_on("messages", self._encoder.dropped_keys(conversation))
 
     async def completions(self, body: CompletionBody) -> list[Prompt]:
         """The prompts of a completion request, in the order given.
@@ -88,11 +98,11 @@ class PromptMaker:
             param = "prompt" if len(items) == 1 else f"prompt[{index}]"
             if not isinstance(item, str):
                 check_token_ids(item, self._model, param)
-                prompts.append(self.fitting(item, wanted, param))
+                prompts.append(self._prompt(body, item, wanted, param))
             else:
                 add_special_tokens = body.add_special_tokens is not False
                 token_ids = await self.text_ids(item, param, add_special_tokens=add_special_tokens)
-                prompts.append(self.fitting(token_ids, wanted, param, item if body.echo else ""))
+                prompts.append(self._prompt(body, token_ids, wanted, param, item))
                 await asyncio.sleep(0)  # a thousand short texts are encoded on the loop: others get their turn
         return prompts
 
@@ -107,15 +117,17 @@ class PromptMaker:
         limit = answer_limit(len(token_ids), wanted, self._view.max_total_tokens, self._model, param)
         return Prompt(token_ids, limit, echo)
 
-
-def _conversation(body: ChatBody) -> Conversation:
-    opens_turn = body.add_generation_prompt
-    return Conversation(
-        messages=body.messages,
-        template_kwargs=body.chat_template_kwargs or {},
-        add_generation_prompt=not body.continue_final_message if opens_turn is None else opens_turn,
-        continue_final_message=bool(body.continue_final_message),
-    )
+    def _prompt(
+        self, body: SamplingBody, token_ids: Sequence[int], wanted: int | None, param: str, text: str = ""
+    ) -> Prompt:
+        """A prompt and what is wanted of it; `text` is what it was encoded from, "" for ids."""
+        kept = truncated(token_ids, body, self._view.max_total_tokens, self._model)
+        echo = ""
+        if body.has_echo:
+            echo = text if text and len(kept) == len(token_ids) else self._encoder.texts.decode(kept)
+        return replace(
+            self.fitting(kept, wanted, param, echo), asks=PromptParams(num_logprobs=body.num_prompt_logprobs)
+        )
 
 
 async def _blamed_on(param: str, encoding: Awaitable[_Result]) -> _Result:

@@ -53,7 +53,7 @@ class BodyForm(Generic[Body]):
     Attributes:
         kind: The struct of the fields that are built.
         unbuilt: Name -> the values that mean the same as leaving it out; null always does.
-        without_effect: Names that are taken whatever they say.
+        without_effect: Names that are taken whatever they say, those in nested objects as `OBJECT.NAME`.
     """
 
     kind: type[Body]
@@ -69,7 +69,8 @@ class BodyForm(Generic[Body]):
         known = self.without_effect.union(self.kind.__struct_fields__)
         unknown = unknown_names(fields, known, self.unbuilt)
         body = convert(fields, self.kind)
-        return body, ignore([*unknown, *_nested_unknown(body, fields)], settings)
+        nested = [name for name in _nested_unknown(body, fields) if name not in self.without_effect]
+        return body, ignore([*unknown, *nested], settings)
 
 
 def unknown_names(

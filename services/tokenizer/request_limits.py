@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from services.model_files.generation_config import SamplingDefaults
 from services.tokenizer.api_error import ApiError, Code, bad_field
+from services.tokenizer.sampling_body import SamplingBody
 
 DEFAULT_COMPLETION_TOKENS = 16  # as in the reference; a chat without a limit runs to the end of the context
 
@@ -25,7 +26,10 @@ class ServedModel:
         context_tokens: Most tokens of prompt + answer that the model takes.
         num_entries: Ids from 0 up to here, exclusive, are in the vocabulary.
         end_token_ids: Ids that end an answer.
+        embedding_size: Numbers of a hidden state.
+        fingerprint: Equal for processes that serve the same model in the same way.
         defaults: What a request gets for what it leaves out.
+        embedding_size: Numbers of a hidden state.
     """
 
     name: str
@@ -33,6 +37,8 @@ class ServedModel:
     context_tokens: int
     num_entries: int
     end_token_ids: frozenset[int]
+    fingerprint: str
+    embedding_size: int
     defaults: SamplingDefaults
 
 
@@ -45,6 +51,22 @@ def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) ->
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= model.num_entries):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < model.num_entries)
         raise bad_field(param, f"{_shortened(wrong)} is no token id, they are 0 to {model.num_entries - 1}")
+
+
+def stop_token_ids(body: SamplingBody, model: ServedModel) -> list[int]:
+    """The ids that end an answer: the client's own, and the model's unless they are to be ignored."""
+    return sorted({*(() if body.ignore_eos else model.end_token_ids), *(body.stop_token_ids or ())})
+
+
+def truncated(token_ids: Sequence[int], body: SamplingBody, max_total_tokens: int, model: ServedModel) -> Sequence[int]:
+    """The end of a prompt that `truncate_prompt_tokens` leaves of it; for -1 as much as fits before the answer."""
+    kept = body.truncate_prompt_tokens
+    if kept is None:
+        return token_ids
+    if kept == -1:
+        wanted = 1 if body.wanted_tokens is None else body.wanted_tokens
+        kept = max(1, min(max_total_tokens, model.context_tokens) - wanted)
+    return token_ids[-kept:]
 
 
 def answer_limit(

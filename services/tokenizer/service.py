@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import hashlib
 import logging
 import time
 from collections.abc import Coroutine
@@ -29,16 +30,18 @@ from services.runtime.config import Settings
 from services.runtime.service import Process, StartError
 from services.tokenizer.access import Access, AccessSettings, read_access_settings, warning_of
 from services.tokenizer.api_error import ApiError, Code, unavailable
-from services.tokenizer.chat_requests import ChatRequests
-from services.tokenizer.completions import Completions
 from services.tokenizer.connection_limits import ConnectionLimits
 from services.tokenizer.cross_origin import CrossOrigin
+from services.tokenizer.dialect import DialectNames
 from services.tokenizer.doors import Doors, open_doors
 from services.tokenizer.generation import Generation
-from services.tokenizer.http_api import Gate, HttpApi, Observation
+from services.tokenizer.handlers import RouteParts, handlers_of
+from services.tokenizer.health import Health
+from services.tokenizer.http_api import Gate, HttpApi
 from services.tokenizer.http_connection import HttpServer
 from services.tokenizer.instruments import HttpStatistics, RequestCollector, TokenizerCollector
 from services.tokenizer.key_budgets import KeyBudgets
+from services.tokenizer.logit_rules import RuleMaker
 from services.tokenizer.metrics_route import MetricsRoute
 from services.tokenizer.otlp_endpoint import check_export
 from services.tokenizer.prompts import PromptMaker
@@ -83,15 +86,24 @@ class TokenizerService:
         gate = Gate(Access(access), CrossOrigin(settings.cors_origins), limits, watch)
         http = HttpStatistics()
         prompts = PromptMaker(loaded.model, self._encoder, self._link.view)
-        generation = Generation(loaded.model, self._link, http)
-        chats = ChatRequests(settings, prompts, generation)
-        completions = Completions(settings, loaded.model, prompts, chats, generation)
-        metrics = MetricsRoute(process, self._link.view, loaded.model.name)
-        observation = Observation(metrics, TraceRoute(watch.ring, process.identity, doors.control_path))
-        self._api = HttpApi(loaded.model, completions, self._link, http, gate, observation)
+        rules = RuleMaker(loaded.model, prompts)
+        generation = Generation(settings, loaded.model, rules, self._link, http)
+        health = self._health = Health(self._link)
+        parts = RouteParts(
+            settings=settings,
+            model=loaded.model,
+            loaded=loaded.tokenizer,
+            prompts=prompts,
+            link=self._link,
+            generation=generation,
+            health=health,
+            metrics=MetricsRoute(process, self._link.view, loaded.model.name),
+            trace=TraceRoute(watch.ring, process.identity, doors.control_path),
+        )
+        self._api = HttpApi(handlers_of(parts), gate, self._link.view, http)
         self._server = HttpServer(self._api.handle, limits, gate.origins.headers)
         self._control = HttpServer(self._api.handle, limits, gate.origins.headers, is_control=True)
-        process.registry.register(TokenizerCollector(http, self._link, self._encoder, self._api.health))
+        process.registry.register(TokenizerCollector(http, self._link, self._encoder, health))
         process.registry.register(RequestCollector(watch, self._server.counts))
         self._notice_s = 0.0 if is_ipc(process.scheduler_endpoint()) else BALANCER_NOTICE_S
         self._loop = asyncio.get_running_loop()
@@ -116,7 +128,7 @@ class TokenizerService:
         finally:
             link.cancel()
             await asyncio.gather(link, return_exceptions=True)
-            self._api.health.close()
+            self._health.close()
             self._link.close(has_drained)
             self._encoder.close()
             if self._spans is not None:
@@ -212,9 +224,17 @@ def _load(settings: Settings) -> _Loaded:
         context_tokens=settings.max_model_len or _context_of(files),
         num_entries=tokenizer.num_entries,
         end_token_ids=tokenizer.end_token_ids,
+        embedding_size=_embedding_size_of(files),
+        fingerprint=_fingerprint(settings, files, tokenizer),
         defaults=load_sampling_defaults(files, cast(Literal["auto", "none"], settings.generation_config)),
     )
     return _Loaded(model, tokenizer)
+
+
+def _fingerprint(settings: Settings, files: ModelFiles, tokenizer: LoadedTokenizer) -> str:
+    """What answers depend on beside their request, as far as this process knows it; the same in every process."""
+    facts = (files.path.name, files.config, tokenizer.num_entries, settings.dtype, settings.generation_config)
+    return f"fp_{hashlib.blake2b(repr(facts).encode(), digest_size=5).hexdigest()}"
 
 
 def _context_of(files: ModelFiles) -> int:
@@ -225,6 +245,15 @@ def _context_of(files: ModelFiles) -> int:
     return context
 
 
+def _embedding_size_of(files: ModelFiles) -> int:
+    """Raises ModelFileError when the model does not say how wide its hidden states are."""
+    size = files.config.get("hidden_size")
+    if type(size) is not int or size < 1:
+        raise ModelFileError(files.path, "field hidden_size is missing")
+    return size
+
+
 def _encoder_settings(settings: Settings, model: ServedModel) -> EncoderSettings:
     template = Path(settings.chat_template) if settings.chat_template else None
-    return EncoderSettings(model.context_tokens, chat_template=template)
+    names = DialectNames(settings.tool_call_parser, settings.reasoning_parser)
+    return EncoderSettings(model.context_tokens, chat_template=template, dialect_names=names)

@@ -7,16 +7,28 @@ Pure but for the drawing of ids and seeds.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from services.tokenizer.openai_schema import SamplingBody
-from services.tokenizer.request_limits import ServedModel
+from services.tokenizer.request_limits import ServedModel, stop_token_ids
+from services.tokenizer.sampling_body import SamplingBody
 from services.wire.columns import REQUEST_ID_BYTES, pack_int32
-from services.wire.messages import PLAIN_PROMPT, Grammar, PromptParams, SamplingParams, Submit, TextParams
+from services.wire.messages import (
+    NO_LOGPROBS,
+    PLAIN_PROMPT,
+    Grammar,
+    LogitRules,
+    PromptParams,
+    SamplingParams,
+    Submit,
+    TextParams,
+)
 
+_ROOT_BYTES = 16
 Number = TypeVar("Number", int, float)
 
 
@@ -51,14 +63,23 @@ class AnswersWanted:
         prompts: At least one.
         request_id: The id of the first answer, which its siblings share as `group_id`.
         grammar: What each answer must be a sentence of.
+        grammar_param: The field that it came in, for errors.
         shows_special_tokens: Whether a parser needs control tokens in the text, whatever the client asked.
+        num_logprobs: As the body's own, for APIs that have other fields for it.
     """
 
     body: SamplingBody
     prompts: Sequence[Prompt]
     request_id: bytes = field(default_factory=new_request_id)
     grammar: Grammar | None = None
+    grammar_param: str | None = None
     shows_special_tokens: bool = False
+    num_logprobs: int = NO_LOGPROBS
+
+    @property
+    def num_answer_logprobs(self) -> int:
+        """How many of the likeliest tokens are told at each place of the answers; NO_LOGPROBS for none at all."""
+        return max(self.num_logprobs, self.body.num_logprobs)
 
     @property
     def num_answers(self) -> int:
@@ -66,57 +87,98 @@ class AnswersWanted:
         return len(self.prompts) * self.body.num_choices
 
 
-def build_submits(wanted: AnswersWanted, model: ServedModel, tenant: str) -> list[Submit]:
-    """The messages for all answers of a request, in the order of their indexes; `tenant` names who asks."""
+@dataclass(frozen=True)
+class Asker:
+    """What the messages of a request hold beside its own words.
+
+    Attributes:
+        tenant: Who asks.
+        isolates_cache: Whether no prefix is shared with other tenants.
+        elapsed_s: How long ago the request came: so much of its time is over.
+        rules: What is done to the logits; None for nothing.
+    """
+
+    tenant: str
+    isolates_cache: bool = False
+    elapsed_s: float = 0.0
+    rules: LogitRules | None = None
+
+
+def build_submits(wanted: AnswersWanted, model: ServedModel, asker: Asker) -> list[Submit]:
+    """The messages for all answers of a request, in the order of their indexes."""
     body = wanted.body
-    seed = secrets.randbits(63) if body.seed is None else body.seed
     text = TextParams(
         stop=body.stop_strings,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False and not wanted.shows_special_tokens,
-        min_tokens=0,
+        min_tokens=body.min_tokens or 0,
     )
-    end_token_ids = set() if body.ignore_eos else set(model.end_token_ids)
-    stop_token_ids = pack_int32(sorted(end_token_ids.union(body.stop_token_ids or ())))
-    sampling = [replace(one, grammar=wanted.grammar) for one in _sampling(body, model, seed)]
+    sampling = _sampling(wanted, model, asker.rules)
+    stop_ids = pack_int32(stop_token_ids(body, model))
+    root = cache_root(body.cache_salt or "", asker.tenant if asker.isolates_cache else "")
     submits: list[Submit] = []
     for index, prompt in enumerate(wanted.prompts):
-        # What no field asks for yet is constant: there are no keys, so one tenant and one cache; `priority`,
-        # `cache_salt` and `timeout_s` are refused by name; every request is its first attempt, nothing answered before.
+        request_id = new_request_id() if index else wanted.request_id
         first = Submit(
-            request_id=new_request_id() if index else wanted.request_id,
-            attempt=0,
+            request_id=request_id,
+            attempt=0,  # the first time that it is asked for, and nothing was answered before
             prompt_token_ids=pack_int32(prompt.token_ids),
             output_token_ids=b"",
             sampling=sampling[0],
             text=text,
             max_tokens=prompt.max_tokens,
-            stop_token_ids=stop_token_ids,
-            group_id=b"",
-            tenant=tenant,
-            cache_root=b"",
-            priority=0,
-            deadline_ms=0,
+            stop_token_ids=stop_ids,
+            group_id=request_id,
+            tenant=asker.tenant,
+            cache_root=root,
+            priority=body.priority or 0,
+            deadline_ms=_deadline_ms(body, asker.elapsed_s),
             prompt=prompt.asks,
         )
-        first = replace(first, group_id=first.request_id)
-        siblings = [replace(first, request_id=new_request_id(), sampling=one) for one in sampling[1:]]
+        siblings = [
+            # one of them is enough to ask for what the prompt itself gives
+            replace(first, request_id=new_request_id(), sampling=one, prompt=PLAIN_PROMPT)
+            for one in sampling[1:]
+        ]
         submits += [first, *siblings]
     return submits
 
 
-def _sampling(body: SamplingBody, model: ServedModel, seed: int) -> list[SamplingParams]:
+def cache_root(salt: str, tenant: str) -> bytes:
+    """Names a prefix cache of its own for each salt and tenant; b"" is the one that all others share."""
+    if not salt and not tenant:
+        return b""
+    parts = b"\0".join((tenant.encode(), salt.encode()))
+    return hashlib.blake2b(parts, digest_size=_ROOT_BYTES).digest()
+
+
+def _deadline_ms(body: SamplingBody, elapsed_s: float) -> int:
+    """0 for none; a time that is over already still names one."""
+    return 0 if body.timeout_s is None else max(1, math.ceil((body.timeout_s - elapsed_s) * 1000))
+
+
+def _sampling(wanted: AnswersWanted, model: ServedModel, rules: LogitRules | None) -> list[SamplingParams]:
     """One for each choice: the client's word, then the model's, then OpenAI's."""
-    defaults = model.defaults
+    body, defaults = wanted.body, model.defaults
     temperature = _first(body.temperature, defaults.temperature, 1.0)
     top_p = _first(body.top_p, defaults.top_p, 1.0)
     top_k = _first(body.top_k, defaults.top_k, 0)
-    min_p = _first(body.min_p, defaults.min_p, 0.0)
     if top_p == 0:  # an empty nucleus is its limit: the likeliest token alone
         temperature, top_p = 0.0, 1.0
     if not 0 < top_k < model.num_entries:  # as many as there are is no limit, and must draw like none
         top_k = 0
-    return [SamplingParams(temperature, top_p, top_k, min_p, seed, choice) for choice in range(body.num_choices)]
+    first = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=_first(body.min_p, defaults.min_p, 0.0),
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        choice=0,
+        rules=rules,
+        grammar=wanted.grammar,
+        num_logprobs=wanted.num_answer_logprobs,
+    )
+    return [replace(first, choice=choice) for choice in range(body.num_choices)]
 
 
 def _first(asked: Number | None, of_model: Number | None, otherwise: Number) -> Number:

@@ -25,6 +25,7 @@ from services.tokenizer.conversation import Conversation, check_text
 from services.tokenizer.dialect import DialectNames
 from services.tokenizer.prompt_errors import EncoderBusyError, EncodingFailedError, InvalidTextError, TextTooLongError
 from services.tokenizer.template_sandbox import RenderLimits
+from services.tokenizer.token_texts import TokenTexts
 
 _Result = TypeVar("_Result")
 
@@ -63,6 +64,8 @@ class TextEncoder:
         # The library reads this at each call; there is no other way to tell it.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._tokenizer = loaded.tokenizer
+        self.texts = TokenTexts(loaded.vocabulary)
+        """The way back, token by token."""
         self._max_bytes = settings.max_tokens * loaded.max_token_bytes
         self._settings = settings
         self._control = ControlTokens(loaded)

@@ -1,0 +1,45 @@
+"""Tokenizer process: the fields of a body that hold an answer to a grammar, in all the spellings that clients use.
+
+They come in as decoded JSON; `structured_output` knows what each means.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.runtime.config import Settings
+from services.tokenizer.api_error import bad_field
+from services.tokenizer.sampling_body import SamplingBody
+from services.tokenizer.structured_output import FIELDS, StructureLimits, structure_of
+from services.wire.messages import Grammar
+
+
+class StructuredBody(SamplingBody, frozen=True, kw_only=True):
+    """How answers are drawn, and what they must be."""
+
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+
+    def grammar(self, settings: Settings) -> Grammar | None:
+        """What the answers must be sentences of; None for free text.
+
+        Raises:
+            ApiError: 400 naming the field; two that exclude each other.
+        """
+        asked = {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
+        grammar = structure_of(asked, StructureLimits.of(settings)) if asked else None
+        if grammar is not None and self.ignore_eos:
+            raise bad_field("ignore_eos", "cannot go together with a grammar: what it describes has an end")
+        return grammar
+
+    @property
+    def grammar_param(self) -> str | None:
+        """The field that the grammar came in: the last one, as `response_format` may be there and ask for text."""
+        return next((name for name in reversed(FIELDS) if getattr(self, name) is not None), None)
