@@ -29,6 +29,7 @@ from services.tokenizer.request_record import RequestRecord
 from services.wire.endpoints import Identity
 
 LAST_REPORTS_S = 1.0  # after the end of an answer, for what other processes still have to tell
+_BATCH_MS = 1000
 _FLUSH_S = 1.0
 _PATH = "/v1/traces"
 _SENDING_TIMEOUT_S = 5.0
@@ -44,7 +45,7 @@ class SpanExport:
         who = {"service.name": "tokenway", "service.instance.id": f"{own.role}/{own.instance}"}
         self._provider = TracerProvider(resource=Resource(who), shutdown_on_exit=False)
         sender = OTLPSpanExporter(endpoint=_traces_url(endpoint), timeout=_SENDING_TIMEOUT_S)
-        self._provider.add_span_processor(BatchSpanProcessor(sender))
+        self._provider.add_span_processor(BatchSpanProcessor(sender, schedule_delay_millis=_BATCH_MS))
         self._tracer = self._provider.get_tracer("tokenway")
         self._own = own
         self._model = model

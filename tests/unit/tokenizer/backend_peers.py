@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,7 @@ from services.wire.messages import (
     Welcome,
 )
 from services.wire.transport import BlockingReceiver, DealerPort, RouterPort
-from tests.unit.tokenizer.http_client import request, wait_until
+from tests.unit.tokenizer.http_client import Connection, Response, request, wait_until
 from tests.unit.tokenizer.small_models import small_model
 
 T = TypeVar("T")
@@ -356,6 +357,7 @@ class Server:
         """Starts it and waits; `is_ready` asks its port whether it takes requests."""
         self._folder = tempfile.TemporaryDirectory(prefix="tw-")
         self.run_dir = Path(self._folder.name)
+        self.control_dir = Path(flags[flags.index("--run-dir") + 1]) if "--run-dir" in flags else self.run_dir
         self.backend = Backend("tcp://127.0.0.1:0" if is_tcp else ipc_endpoint(self.run_dir, "scheduler"))
         self.backend.answers_hello = has_scheduler
         self.backend.start()
@@ -384,6 +386,18 @@ class Server:
                 assert self._reader.is_alive(), f"no {part!r} in {self.lines}"
                 self._condition.wait(min(left_s, 0.2))
             return found[0]
+
+    def over_control(self, method: str, path: str, body: object = None) -> Response:
+        """A request over the control socket."""
+        assert self.backend.hello is not None
+        control = socket.socket(socket.AF_UNIX)
+        control.settimeout(DEADLINE_S)
+        control.connect(str(self.control_dir / f"control-{self.backend.hello.instance}.sock"))
+        with Connection(self.port) as connection:
+            connection.sock.close()
+            connection.sock = control
+            connection.send(method, path, body)
+            return connection.read_response()
 
     def exit_status(self, within_s: float = DEADLINE_S) -> int:
         status = self.process.wait(within_s)

@@ -48,19 +48,6 @@ def ask(server: Server, **headers: str) -> Response:
     return request(server.port, "POST", TEXT_PATH, {"prompt": "x"}, **headers)
 
 
-def over_control(server: Server, method: str, path: str, body: object = None) -> Response:
-    """A request over the control socket."""
-    [path_of_socket] = server.run_dir.glob("control-*.sock")
-    connection = Connection.__new__(Connection)
-    connection.pending = b""
-    connection.sock = socket.socket(socket.AF_UNIX)
-    connection.sock.settimeout(20)
-    connection.sock.connect(str(path_of_socket))
-    with connection:
-        connection.send(method, path, body)
-        return connection.read_response()
-
-
 # ---------------------------------------------------------------- with a key and without
 
 
@@ -220,9 +207,9 @@ def test_names_of_keys_are_told_apart_and_hold_nothing_of_them(one: str, other: 
 def test_sec_18_the_control_socket_is_private_and_answers_without_a_key(keyed: Server) -> None:
     [path] = keyed.run_dir.glob("control-*.sock")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert over_control(keyed, "GET", "/v1/models").status == 200
-    assert over_control(keyed, "POST", TEXT_PATH, {"prompt": "x"}).status == 200
-    assert "roles" in over_control(keyed, "GET", "/health").json()
+    assert keyed.over_control("GET", "/v1/models").status == 200
+    assert keyed.over_control("POST", TEXT_PATH, {"prompt": "x"}).status == 200
+    assert "roles" in keyed.over_control("GET", "/health").json()
 
 
 @pytest.mark.parametrize("path", CONTROL)
@@ -232,7 +219,7 @@ def test_sec_18_control_routes_are_not_on_the_public_port_whoever_asks(keyed: Se
         assert response.status == 404
         nowhere = request(keyed.port, ROUTES[path].method, "/nothing", Authorization=f"Bearer {key}")
         assert response.body == nowhere.body.replace(b"/nothing", path.encode())
-    assert over_control(keyed, "DELETE", path).status == 405
+    assert keyed.over_control("DELETE", path).status == 405
 
 
 @pytest.mark.parametrize("path", CONTROL)
