@@ -32,7 +32,8 @@ def _stages() -> dict[str, str]:
 
 def test_the_proxy_alone_publishes_a_port_and_only_on_the_loopback_address_by_default() -> None:
     published = {name: service["ports"] for name, service in _services().items() if "ports" in service}
-    assert published == {"proxy": ["${BIND_ADDRESS:-127.0.0.1}:${PORT:-8000}:8000"]}
+    watching = {"grafana": ["${BIND_ADDRESS:-127.0.0.1}:${GRAFANA_PORT:-3000}:3000"]}  # in its own profile
+    assert published == {"proxy": ["${BIND_ADDRESS:-127.0.0.1}:${PORT:-8000}:8000"]} | watching
 
 
 def test_no_service_can_gain_a_privilege_or_write_outside_its_temporary_folders() -> None:
@@ -70,7 +71,7 @@ def test_every_variable_of_the_roles_is_a_setting() -> None:
 def test_the_images_that_are_not_built_here_have_a_version() -> None:
     images = [service["image"] for service in _services().values() if "image" in service]
     assert images
-    assert all(re.fullmatch(r"\w+:\d+\.\d+\.\d+", image) for image in images)
+    assert all(re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", image) for image in images)
 
 
 def test_a_role_s_image_holds_the_code_and_the_packages_of_that_role_only() -> None:
