@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.wire.messages import Submit
+from services.scheduler.request import is_producing
+from services.wire.messages import Submit, Task
 
 WHOLE_PROMPTS = -1
 
@@ -125,18 +126,21 @@ def check_fits(submit: Submit, limits: CoreLimits, num_waiting: int, num_free_ro
     if len(outputs) and (outputs.min() < 0 or outputs.max() >= limits.logits_width):
         text = f"The answer to go on with holds a token id outside [0, {limits.logits_width})."
         raise RequestRefusedError(400, "invalid_prompt", text, "prompt")
-    if len(prompt) >= limits.max_model_len:
-        text = (
-            f"The prompt has {len(prompt)} tokens; the context of {limits.max_model_len} leaves nothing for an answer."
+    if len(outputs) and submit.prompt.task is not Task.GENERATE:
+        raise RequestRefusedError(400, "invalid_prompt", "What is to be pooled has no answer to go on with.", "prompt")
+    least_answer = int(is_producing(submit))
+    if len(prompt) + least_answer > limits.max_model_len:
+        text = f"The prompt has {len(prompt)} tokens; the context of {limits.max_model_len} " + (
+            "leaves nothing for an answer." if least_answer else "does not hold it."
         )
         raise RequestRefusedError(400, "context_length_exceeded", text, "prompt")
-    if len(prompt) >= limits.pool_tokens:
+    if len(prompt) + least_answer > limits.pool_tokens:
         text = (
             f"The prompt has {len(prompt)} tokens; the KV pool holds {limits.pool_tokens} in all "
-            f"({limits.num_pages} pages of {limits.page_size}), so at most {limits.pool_tokens - 1} fit."
+            f"({limits.num_pages} pages of {limits.page_size}), so at most {limits.pool_tokens - least_answer} fit."
         )
         raise RequestRefusedError(400, "kv_pool_exceeded", text, "prompt")
     if num_waiting >= max(limits.max_waiting, num_free_rows):
         text = f"The queue is full: {num_waiting} requests are waiting, the limit is {limits.max_waiting}."
         raise RequestRefusedError(503, "queue_full", text)
-    return min(len(prompt) + submit.max_tokens, limits.max_total_tokens)
+    return min(len(prompt) + submit.max_tokens * least_answer, limits.max_total_tokens)

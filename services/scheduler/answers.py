@@ -13,6 +13,8 @@ from services.scheduler.admission import RequestRefusedError
 from services.scheduler.deadlines import Deadlines
 from services.scheduler.load_report import RETRY_STARTING_S, FinishRate
 from services.scheduler.outcomes import Produced
+from services.scheduler.prompt_record import PromptPart
+from services.scheduler.request import Request
 from services.scheduler.router import Record, Router
 from services.scheduler.token_batch import TokenBatch
 from services.wire.columns import pack_int32, unpack_int32, unpack_request_ids
@@ -162,6 +164,8 @@ class Answers:
             record = self.router.find(request_id, attempt)
             if record is None:
                 continue
+            if from_tokenizer and record.request.prompt is not None:
+                self._tell_prompt([(record.request, part) for part in record.request.prompt.parts])
             first_index = 0 if from_tokenizer else index
             if first_index == 0:
                 self.flush()  # what was produced before goes out before the decoder is made anew
@@ -182,6 +186,11 @@ class Answers:
                 self.rate.count(now_s)
         if any(item.token_ids for item in items):
             self.last_token_s = now_s
+
+    def tell_prompts(self) -> None:
+        """What the cores learned of prompts goes straight to the tokenizers."""
+        for core in self.router.cores.values():
+            self._tell_prompt(core.prompt_parts.drain())
 
     def end(self, record: Record, finish: Finish, now_s: float) -> None:
         """Ends a request from outside its core; its detokenizer is told."""
@@ -221,6 +230,12 @@ class Answers:
         if first_index <= request.num_output:
             token_ids = unpack_int32(request.output_bytes(first_index))
             self._batch(record.detokenizer).add(request, first_index, token_ids, request.finish)
+
+    def _tell_prompt(self, parts: list[tuple[Request, PromptPart]]) -> None:
+        for request, part in parts:
+            record = self.router.newest_attempt(request.request_id)
+            if record is not None and record.request is request:
+                self._send(record.tokenizer, part)
 
     def _settle(self, record: Record, now_s: float) -> None:
         self.router.settle(record.request, now_s)

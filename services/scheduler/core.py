@@ -17,11 +17,13 @@ import heapq
 from collections import deque
 
 from services.scheduler.admission import CoreLimits, check_fits
-from services.scheduler.kv_ledger import KvLedger, LedgerError
+from services.scheduler.kv_ledger import KvLedger
 from services.scheduler.outcomes import CoreCounters, Produced
 from services.scheduler.policy import RemainderEstimate
+from services.scheduler.prompt_parts import PromptParts
 from services.scheduler.queues import QueueError, RequestQueues
 from services.scheduler.request import Request, RequestState
+from services.scheduler.reservations import Reservations
 from services.scheduler.step_plan import StepDraft, StepInFlight, check_cursors
 from services.scheduler.step_result import ResultError, RowResult, problem_of, rows_of
 from services.wire.messages import Finish, StepPlan, StepResult, Submit
@@ -39,7 +41,8 @@ class Core:
         self.limits = limits
         self.ledger = KvLedger(limits.num_pages, limits.page_size, limits.caches_prefixes)
         self.counters = CoreCounters()
-        self.estimate = RemainderEstimate()
+        self.prompt_parts = PromptParts()
+        self.reservations = Reservations(self.ledger, limits, RemainderEstimate())
         self._epoch = epoch
         self._queues = RequestQueues()
         self._free_rows = list(range(limits.max_rows))  # a heap: low rows are used again first
@@ -110,6 +113,7 @@ class Core:
         if request.finish:
             request.move_to(RequestState.FINISHED)
         else:
+            self.prompt_parts.adopt(request, self._queues.open.get(submit.group_id))
             self._queues.enter(request, self._leader_of(request))
         return request
 
@@ -144,10 +148,12 @@ class Core:
             raise ResultError(f"result of step {result.step} is not the one awaited")
         by_row = rows_of(result)
         flight = self._in_flight.popleft()
+        if result.prompt_logprobs or result.embeddings:
+            self.prompt_parts.take([*result.prompt_logprobs, *result.embeddings], self._queues.open)
         self._is_stalled = False
         self.counters.steps += 1
         self.counters.computed_tokens += flight.num_tokens
-        self.estimate.on_step()
+        self.reservations.estimate.on_step()
         outcomes = []
         for request, row, end, samples in zip(flight.requests, flight.rows, flight.ends, flight.samples, strict=True):
             row_result = by_row.pop(row, None)
@@ -160,6 +166,8 @@ class Core:
                 outcome = self._apply_row(request, row_result, end)
                 if outcome is not None:
                     outcomes.append(outcome)
+            elif request.prompt_end and end == request.compute_length:
+                outcomes.append(self._end_with_prompt(request))
         self.counters.dropped_rows += len(by_row)  # rows that no plan asked for
         return outcomes
 
@@ -226,7 +234,7 @@ class Core:
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in self._queues.running.values():
-            if request.num_expected < request.max_length:  # else all that it may produce is in flight
+            if request.num_planned < request.compute_length:  # else all that it may produce is in flight
                 is_decode = request.num_expected - request.num_planned == 1
                 (decodes if is_decode else prefills).append(request)
         return decodes, prefills
@@ -244,28 +252,15 @@ class Core:
                 if pages is not None:
                     appended[request.row] = pages
                     break
-                victim = self._cheapest_victim()
+                victim = self.reservations.cheapest_victim(self._queues.running.values())
                 appended.pop(victim.row, None)
                 self._retract(victim)
         return appended
 
-    def _cheapest_victim(self) -> Request:
-        """The running request whose lost work costs least; among equals the youngest."""
-        if self.num_running < 2:
-            raise LedgerError("a request that runs alone is out of pages, though it was checked to fit")
-
-        def cost(request: Request) -> tuple[bool, int, int]:
-            num_pages = self.ledger.num_exclusive_pages(request)
-            num_kept = (len(request.pages) - num_pages) * self.limits.page_size
-            is_nearly_done = request.num_expected >= request.max_length  # its last tokens are in flight already
-            return num_pages == 0, 0 if is_nearly_done else request.num_planned - num_kept, -request.arrival
-
-        return min(self._queues.running.values(), key=cost)
-
     def _retract(self, request: Request) -> None:
         self._leave_row(request, is_sound=True)
         self._queues.move(request, RequestState.RETRACTED)
-        self.estimate.on_retraction()
+        self.reservations.estimate.on_retraction()
         self.counters.retracted += 1
 
     # ------------------------------------------------------------ admission
@@ -274,10 +269,11 @@ class Core:
         """Lets requests begin or resume while rows, tokens of the step and pages last."""
         if not (budget and self._free_rows and (self._queues.retracted or len(self._queues.waiting))):
             return
-        num_reserved = sum(map(self._expected_growth, self._queues.running.values()))
+        num_reserved = sum(map(self.reservations.expected_growth, self._queues.running.values()))
         while budget and self._free_rows and draft.has_room:
             request = self._next_to_admit()
-            if request is None or not self._take_pages(request, budget, num_reserved):
+            is_alone = not self._queues.running
+            if request is None or not self.reservations.admit(request, budget, num_reserved, is_alone):
                 break
             if request.state is RequestState.WAITING:
                 self._count_admission(request)
@@ -285,7 +281,7 @@ class Core:
             request.row = heapq.heappop(self._free_rows)
             draft.add_new_row(request)
             budget -= draft.add_most(request, budget)
-            num_reserved += self._expected_growth(request)
+            num_reserved += self.reservations.expected_growth(request)
         if draft.new_rows:
             self._queues.waiting.count_pass()
 
@@ -296,21 +292,6 @@ class Core:
         request = min(self._queues.retracted.values(), key=lambda retracted: retracted.arrival)
         is_in_flight = bool(self._in_flight) and request.last_step >= self._in_flight[0].step
         return None if is_in_flight else request
-
-    def _take_pages(self, request: Request, budget: int, num_reserved: int) -> bool:
-        """Gives it its pages, if that leaves `num_reserved` for those that run, and what it will need itself."""
-        if not self.limits.is_chunked and request.num_tokens - self.ledger.peek(request) > budget:
-            return False
-        if not self._queues.running:
-            return self.ledger.take(request, 0)  # alone it may have everything: it was checked to fit
-        own_growth = self._expected_growth(request) - self.ledger.pages_for(request.num_tokens)
-        return self.ledger.take(request, num_reserved + own_growth)
-
-    def _expected_growth(self, request: Request) -> int:
-        """Pages that it will need beyond those it has. The KV of the last token is never computed."""
-        num_more = self.estimate.expected_tokens(request.max_length - request.num_expected)
-        num_tokens = min(request.num_expected + num_more, request.max_length - 1)
-        return max(self.ledger.pages_for(num_tokens) - len(request.pages), 0)
 
     def _count_admission(self, request: Request) -> None:
         request.account.served_tokens += request.num_tokens - request.num_planned
@@ -346,8 +327,19 @@ class Core:
         if not request.is_published and request.state is RequestState.RUNNING:
             self.ledger.publish(request)
             request.is_published = True
-            self._queues.release_held(request)
+            self._release_held(request)
         return Produced(request, first_index, token_ids, Finish.NONE)
+
+    def _end_with_prompt(self, request: Request) -> Produced:
+        """The last token of a request that produces nothing is computed: the end, if all that it asked for has come."""
+        is_told = request.prompt is None or request.prompt.is_complete
+        self.counters.failed_rows += not is_told
+        return self._finish(request, request.num_output, [], request.prompt_end if is_told else Finish.INTERNAL_ERROR)
+
+    def _release_held(self, leader: Request) -> None:
+        for sibling in self._queues.held.waiting_for(leader):
+            self.prompt_parts.adopt(sibling, leader)
+        self._queues.release_held(leader)
 
     def _finish(self, request: Request, first_index: int, token_ids: list[int], finish: Finish) -> Produced:
         is_sound = finish not in (Finish.NUMERICAL_ERROR, Finish.INTERNAL_ERROR)
@@ -358,7 +350,7 @@ class Core:
         request.finish = finish
         self._is_stalled = False
         if has_prompt:
-            self._queues.release_held(request)
+            self._release_held(request)
         else:
             self._queues.replace_leader(request)
         return Produced(request, first_index, token_ids, finish)

@@ -181,4 +181,6 @@ class KvLedger:
         return self.pool.allocate(num_pages)
 
     def _usable_key(self, request: Request) -> bytes:
-        return request.key(self.cache.usable_tokens(request.num_tokens))
+        """What of it the tree may be asked for: whole pages, never the last token, nothing of which more is wanted."""
+        num_tokens = min(self.cache.usable_tokens(request.num_tokens), request.most_cached)
+        return request.key(num_tokens // self.page_size * self.page_size)

@@ -15,10 +15,11 @@ from __future__ import annotations
 from enum import Enum
 
 from services.scheduler.logprob_record import LogprobRecord
+from services.scheduler.prompt_record import PromptRecord
 from services.scheduler.radix_cache import TOKEN_BYTES, Node
 from services.scheduler.tenants import TenantAccount
 from services.wire.columns import unpack_int32
-from services.wire.messages import NO_LOGPROBS, Finish, Submit
+from services.wire.messages import NO_LOGPROBS, PLAIN_PROMPT, Finish, Submit, Task
 
 
 class RequestState(Enum):
@@ -44,6 +45,11 @@ class IllegalTransitionError(Exception):
     """A request was told to take a step that its state does not allow: a fault of the scheduler."""
 
 
+def is_producing(submit: Submit) -> bool:
+    """Whether tokens are wanted, and not the prompt alone."""
+    return submit.max_tokens > 0 and submit.prompt.task is Task.GENERATE
+
+
 class Request:
     """The ids, cursors and pages of one request. The core changes it; nobody else does.
 
@@ -57,6 +63,7 @@ class Request:
         "account",
         "arrival",
         "cached_tokens",
+        "compute_length",
         "finish",
         "is_published",
         "last_step",
@@ -72,6 +79,8 @@ class Request:
         "num_tree_pages",
         "pages",
         "peeked",
+        "prompt",
+        "prompt_end",
         "queued_pass",
         "row",
         "state",
@@ -93,6 +102,12 @@ class Request:
         self.min_length = self.num_prompt + submit.text.min_tokens
         asks_logprobs = submit.sampling.num_logprobs != NO_LOGPROBS
         self.logprobs = LogprobRecord(self.num_output) if asks_logprobs else None
+        is_plain = submit.prompt == PLAIN_PROMPT
+        self.prompt = None if is_plain else PromptRecord(submit.prompt, self.num_prompt)
+        # Why it ends as soon as its known tokens are computed; NONE when it produces something.
+        self.prompt_end = Finish.NONE if is_producing(submit) else Finish.LENGTH
+        # Tokens that must be computed for all that it may produce. The KV of a last token is never needed.
+        self.compute_length = self.num_prompt + self.num_output if self.prompt_end else max_length - 1
         self.stop_ids = frozenset(unpack_int32(submit.stop_token_ids))
         self.num_computed = 0
         self.num_planned = 0
@@ -121,6 +136,11 @@ class Request:
     def num_tokens(self) -> int:
         """Known tokens: prompt and output."""
         return self.num_prompt + self.num_output
+
+    @property
+    def most_cached(self) -> int:
+        """Tokens that the prefix cache may lend; the last known one is never among them."""
+        return self.num_tokens if self.prompt is None else self.prompt.most_cached
 
     @property
     def is_alive(self) -> bool:
@@ -162,10 +182,17 @@ class Request:
         return token_ids[:num_taken], finish
 
     def first_verdict(self) -> Finish:
-        """Whether a request just made has nothing left to produce: max_tokens 0, or an answer that had ended."""
-        last_id = int.from_bytes(self.token_bytes[-TOKEN_BYTES:], "little")
-        finish = self._verdict(last_id) if self.num_output else Finish.NONE
-        return finish or (Finish.LENGTH if self.num_tokens >= self.max_length else Finish.NONE)
+        """Why a request just made ends at once: its answer had ended already, and nothing of its prompt is wanted.
+
+        If something is, the prompt is computed again and it ends then.
+        """
+        if not self.num_output:
+            return Finish.NONE
+        finish = self._verdict(int.from_bytes(self.token_bytes[-TOKEN_BYTES:], "little"))
+        if finish and self.prompt is not None:
+            self.prompt_end, self.compute_length = finish, self.num_tokens
+            return Finish.NONE
+        return finish
 
     def truncate_output(self, num_output: int) -> None:
         """Forgets the output tokens from index `num_output` on: the answer ended before them."""

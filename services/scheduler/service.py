@@ -120,6 +120,7 @@ class SchedulerService:
             self._take(envelope, now_s)
         self._group.progress += bool(batch)
         self._answers.end_overdue(now_s)
+        self._answers.tell_prompts()
         self._remove_silent(now_s)
         self._remove_unreachable(self._workers.plan(self._ready(Role.GPU_WORKER, can_drain=True), now_s), now_s)
         self._answers.flush()

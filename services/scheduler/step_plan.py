@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from services.scheduler.request import Request
 from services.wire.columns import pack_int32
-from services.wire.messages import NewRow, StepPlan
+from services.wire.messages import PLAIN_PROMPT, NewRow, StepPlan
 
 MAX_NEW_ROW_IDS = 2**20  # token and page ids of new rows in a plan (4 MiB); the row that passes it is the last
+MAX_LOGPROB_TOKENS = 2**16  # of prompts whose log-probabilities are wanted, in a step: a result must fit a frame
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class StepDraft:
     samples: bytearray = field(default_factory=bytearray)
     new_rows: list[NewRow] = field(default_factory=list)
     num_new_row_ids: int = 0
+    num_logprob_tokens: int = 0
 
     @property
     def has_room(self) -> bool:
@@ -58,8 +60,8 @@ class StepDraft:
         end = start + num_new_tokens
         request.num_planned = end
         request.last_step = self.step
-        is_last = end == request.num_expected
-        if is_last:
+        samples = end == request.num_expected and not request.prompt_end
+        if samples:
             request.num_expected = end + 1
         self.num_tokens += num_new_tokens
         self.requests.append(request)
@@ -67,12 +69,16 @@ class StepDraft:
         self.starts.append(start)
         self.counts.append(num_new_tokens)
         self.ends.append(end)
-        self.samples.append(is_last)
+        self.samples.append(samples)
 
     def add_most(self, request: Request, most: int) -> int:
-        """Adds as many of its next tokens as `most` allows; returns how many."""
+        """Adds as many of its next tokens as `most` allows; returns how many, 0 when the step is full of such rows."""
         num_new_tokens = min(most, request.num_expected - request.num_planned)
-        self.add(request, num_new_tokens)
+        if request.prompt is not None and request.prompt.wants_logprobs:
+            num_new_tokens = min(num_new_tokens, MAX_LOGPROB_TOKENS - self.num_logprob_tokens)
+            self.num_logprob_tokens += num_new_tokens
+        if num_new_tokens:
+            self.add(request, num_new_tokens)
         return num_new_tokens
 
     def add_new_row(self, request: Request) -> None:
@@ -87,6 +93,7 @@ class StepDraft:
                 num_prompt_tokens=request.num_prompt,
                 page_ids=pack_int32(request.pages),
                 sampling=request.submit.sampling,
+                prompt=PLAIN_PROMPT if request.prompt is None else request.prompt.still_wanted(),
             )
         )
 

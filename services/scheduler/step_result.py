@@ -77,6 +77,8 @@ def problem_of(request: Request, row_result: RowResult | None, end: int, logits_
             and attempt == submit.attempt
             and max(token_ids) < logits_width
             and (request.logprobs is None or _has_entries(logprobs))
+            and (request.prompt is None or request.prompt.is_complete)
+            and not request.prompt_end
         )
     return Finish.NONE if fits else Finish.INTERNAL_ERROR
 

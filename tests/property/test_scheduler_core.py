@@ -11,10 +11,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from services.scheduler.admission import RequestRefusedError
-from services.wire.messages import Finish
+from services.scheduler.request import is_producing
+from services.wire.messages import PLAIN_PROMPT, Finish, PromptParams, Task
 from tests.unit.scheduler.core_driver import Answer, Driver, new_limits
 from tests.unit.scheduler.fake_worker import new_submit
 
+WISHES = [
+    PromptParams(num_logprobs=0),
+    PromptParams(num_logprobs=2, logprobs_from=14),
+    PromptParams(task=Task.EMBED_LAST),
+    PromptParams(task=Task.EMBED_MEAN),
+    PromptParams(task=Task.EMBED_LAST, num_logprobs=1),
+]
 PREFIXES = [[1] * 9, [1] * 5 + [2] * 12, [3, 4, 5, 6] * 5, []]
 
 
@@ -69,6 +77,7 @@ class CoreMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         cache_root=st.sampled_from([b"", b"salt"]),
         num_logprobs=st.sampled_from([-1, -1, 0, 3]),
+        prompt=st.sampled_from([PLAIN_PROMPT] * 3 + WISHES),
     )
     def submit(
         self,
@@ -85,7 +94,7 @@ class CoreMachine(RuleBasedStateMachine):
             submit = new_submit(
                 number, prefix + tail, max_tokens, stop_token_ids, group_id=first, choice=choice, **other
             )
-            if len(prefix + tail) < self.driver.limits.max_total_tokens:
+            if len(prefix + tail) + is_producing(submit) <= self.driver.limits.max_total_tokens:
                 self.driver.submit(submit)
             else:
                 with pytest.raises(RequestRefusedError, match=f"{len(prefix + tail)} tokens"):

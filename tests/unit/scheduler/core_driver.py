@@ -8,10 +8,18 @@ from services.scheduler.admission import CoreLimits
 from services.scheduler.core import Core
 from services.scheduler.outcomes import Produced
 from services.scheduler.policy import RemainderEstimate
+from services.scheduler.prompt_record import PromptPart
 from services.scheduler.request import Request
 from services.wire.columns import unpack_float32, unpack_int32
-from services.wire.messages import Finish, Submit
-from tests.unit.scheduler.fake_worker import VOCAB_SIZE, FakeWorker, solo_logprobs, solo_output
+from services.wire.messages import Embedding, Finish, Submit
+from tests.unit.scheduler.fake_worker import (
+    VOCAB_SIZE,
+    FakeWorker,
+    prompt_entries,
+    solo_embedding,
+    solo_logprobs,
+    solo_output,
+)
 
 EPOCH = 0x1234
 
@@ -55,12 +63,13 @@ class Driver:
     limits: CoreLimits
     is_reckless: bool = False
     answers: dict[bytes, Answer] = field(default_factory=dict)
+    prompt_parts: dict[bytes, list[PromptPart]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         limits = self.limits
         self.core = Core(limits, EPOCH)
         if self.is_reckless:
-            self.core.estimate = RecklessEstimate()
+            self.core.reservations.estimate = RecklessEstimate()
         self.worker = FakeWorker(limits.num_pages, limits.page_size, limits.max_rows, limits.token_budget)
 
     def submit(self, submit: Submit) -> Answer:
@@ -68,6 +77,7 @@ class Driver:
         request = self.core.submit(submit)
         answer = Answer(request, unpack_int32(submit.output_token_ids), request.finish)
         self.answers[request.request_id] = answer
+        self.drain_prompts()
         self.core.check_invariants()
         return answer
 
@@ -86,8 +96,15 @@ class Driver:
         produced = self.core.apply_result(self.worker.deliver())
         for item in produced:
             self.record(item)
+        self.drain_prompts()
         self.core.check_invariants()
         return produced
+
+    def drain_prompts(self) -> None:
+        """Writes down what a tokenizer would be told of prompts."""
+        for request, part in self.core.prompt_parts.drain():
+            assert (part.request_id, part.attempt) == (request.request_id, request.attempt)
+            self.prompt_parts.setdefault(request.request_id, []).append(part)
 
     def record(self, item: Produced | None) -> None:
         """Writes down what a client would get; nothing may be lost, repeated, or come after the end."""
@@ -104,6 +121,7 @@ class Driver:
         item = self.core.end(answer.request, Finish.ABORTED)
         if item is not None:
             self.record(item)
+        self.drain_prompts()
         self.core.check_invariants()
 
     def stop_found(self, answer: Answer, end_index: int) -> bool:
@@ -144,6 +162,26 @@ class Driver:
             assert answer.finish is not Finish.NONE
             assert answer.token_ids == expected[: len(answer.token_ids)]
         self.check_logprobs(answer)
+        self.check_prompt(answer)
+
+    def check_prompt(self, answer: Answer) -> None:
+        """What was told of a prompt is the start of what its solo run tells, and all of it if the answer is whole."""
+        told = self.prompt_parts.get(answer.request.request_id, [])
+        entries: list[tuple[int, list[tuple[int, float]]]] = []
+        embedding: list[float] = []
+        for part in told:
+            if isinstance(part, Embedding):
+                embedding += unpack_float32(part.values)
+                continue
+            pairs = iter(zip(unpack_int32(part.token_ids), unpack_float32(part.logprobs), strict=True))
+            by_position = [[next(pairs) for _ in range(count)] for count in unpack_int32(part.counts)]
+            entries += list(enumerate(by_position, part.first_position))
+        submit, is_whole = answer.request.submit, answer.finish in (Finish.STOP_TOKEN, Finish.LENGTH)
+        expected, expected_embedding = prompt_entries(submit), solo_embedding(submit)
+        assert entries == (expected if is_whole or answer.token_ids else expected[: len(entries)])
+        assert embedding in ([expected_embedding] if is_whole else [[], expected_embedding])
+        record = answer.request.prompt
+        assert told == ([] if record is None else record.parts)
 
     def check_logprobs(self, answer: Answer) -> None:
         """What would be sent again of an answer's log-probabilities, from any index on, is what its solo run has."""

@@ -10,12 +10,24 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from services.wire.codec import decode, encode
 from services.wire.columns import pack_float32, pack_int32, split_by_counts, unpack_int32
-from services.wire.messages import Finish, NewRow, SamplingParams, StepPlan, StepResult, Submit, TextParams
+from services.wire.messages import (
+    Embedding,
+    Finish,
+    NewRow,
+    PromptLogprobs,
+    PromptParams,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    Submit,
+    Task,
+    TextParams,
+)
 
 VOCAB_SIZE = 50
 NOT_A_NUMBER = -7
@@ -41,11 +53,40 @@ def solo_logprobs(submit: Submit, token_ids: list[int]) -> list[list[tuple[int, 
     ]
 
 
+def prompt_entries(submit: Submit) -> list[tuple[int, list[tuple[int, float]]]]:
+    """(position, entries) for each prompt token whose log-probabilities a request wants, when it runs alone."""
+    wish, prompt = submit.prompt, submit.prompt_token_ids
+    if wish.num_logprobs < 0:
+        return []
+    positions = range(max(wish.logprobs_from, 1), len(prompt) // 4)
+    return [(p, _prompt_logprobs(wish, prompt[: 4 * p], prompt[4 * p : 4 * p + 4])) for p in positions]
+
+
+def _prompt_logprobs(wish: PromptParams, tokens: bytes, own: bytes) -> list[tuple[int, float]]:
+    ask = SamplingParams(0.0, 1.0, 0, 0.0, 0, 0, num_logprobs=wish.num_logprobs)
+    return logprobs_of(ask, tokens, unpack_int32(own)[0])
+
+
+def hidden_state(tokens: bytes) -> float:
+    """What stands for the hidden state of the last of `tokens`; whole, so that sums are exact in float32."""
+    return float(zlib.crc32(tokens) % 1024)
+
+
+def solo_embedding(submit: Submit) -> list[float]:
+    """The embedding of a request that runs alone; empty when it wants none."""
+    prompt = submit.prompt_token_ids
+    states = [hidden_state(prompt[: 4 * end]) for end in range(1, len(prompt) // 4 + 1)]
+    pooled = {Task.GENERATE: [], Task.EMBED_LAST: states[-1:], Task.EMBED_MEAN: [sum(states)]}
+    return pooled[submit.prompt.task]
+
+
 def solo_output(submit: Submit, max_total_tokens: int) -> tuple[list[int], Finish]:
     """What a request gives when it runs alone, without pages, caches or plans."""
     stop_ids = set(unpack_int32(submit.stop_token_ids))
     tokens = submit.prompt_token_ids + submit.output_token_ids
     output = unpack_int32(submit.output_token_ids)
+    if submit.prompt.task is not Task.GENERATE:
+        return [], Finish.LENGTH
     most = min(submit.max_tokens, max_total_tokens - len(submit.prompt_token_ids) // 4)
     while len(output) < most:
         token_id = next_token(submit.sampling, tokens)
@@ -58,7 +99,7 @@ def solo_output(submit: Submit, max_total_tokens: int) -> tuple[list[int], Finis
 
 def new_submit(
     request_id: int,
-    prompt: list[int],
+    prompt_ids: list[int],
     max_tokens: int,
     stop_token_ids: tuple[int, ...] = (),
     group_id: int | None = None,
@@ -80,7 +121,7 @@ def new_submit(
     }
     return Submit(
         request_id=request_id.to_bytes(16, "big"),
-        prompt_token_ids=pack_int32(prompt),
+        prompt_token_ids=pack_int32(prompt_ids),
         output_token_ids=pack_int32(outputs),
         max_tokens=max_tokens,
         stop_token_ids=pack_int32(stop_token_ids),
@@ -97,7 +138,9 @@ class FakeRow:
     num_prompt: int
     pages: list[int]
     sampling: SamplingParams
+    prompt: PromptParams
     num_computed: int = -1  # unknown until the first plan says where it starts
+    state_sum: float = 0.0  # of the hidden states computed in this row
     jumped_step: int = -1  # the last step that gave it more than one id
 
 
@@ -157,6 +200,7 @@ class FakeWorker:
             new_row.num_prompt_tokens,
             unpack_int32(new_row.page_ids),
             new_row.sampling,
+            new_row.prompt,
         )
 
     def _check_tables(self) -> None:
@@ -173,11 +217,14 @@ class FakeWorker:
         assert sum(counts) <= self.token_budget
         if rows:
             self.step_tokens.append(counts)
+        self.pieces: list[PromptLogprobs] = []
+        self.embeddings: list[Embedding] = []
         sampled = [
             self._compute_row(row, start, count, bool(samples))
             for row, start, count, samples in zip(rows, starts, counts, plan.samples, strict=True)
         ]
-        self.results.append(_result(plan, [outcome for outcome in sampled if outcome is not None]))
+        result = _result(plan, [outcome for outcome in sampled if outcome is not None])
+        self.results.append(replace(result, prompt_logprobs=tuple(self.pieces), embeddings=tuple(self.embeddings)))
 
     def _compute_row(self, number: int, start: int, count: int, samples: bool) -> _Sampled | None:
         row = self.rows[number]
@@ -186,18 +233,26 @@ class FakeWorker:
         assert row.num_computed in (start, -1)
         assert end <= num_known
         assert end <= len(row.pages) * self.page_size
+        is_silent = end == num_known and not samples  # a request that produces nothing
         if samples and end < num_known:  # planned before the result came that brought several ids: it gives none
             assert row.jumped_step >= self.num_delivered
             samples = False
             is_told = self.jumps is not None and self.jumps.random() < 0.5
         else:
-            assert samples == (end == num_known)
+            assert samples == (end == num_known) or (is_silent and end >= row.num_prompt)
             is_told = False
+        if row.num_computed < 0:
+            wants_logprobs = row.prompt.num_logprobs >= 0 and row.prompt.logprobs_from < row.num_prompt
+            assert not wants_logprobs or start < row.prompt.logprobs_from
+            assert row.prompt.task is not Task.EMBED_MEAN or start == 0
         row.num_computed = end
-        is_nan = samples and row.request_id in self.nan_requests
+        is_nan = (samples or is_silent) and row.request_id in self.nan_requests
         new_ids = [NOT_A_NUMBER] * count if is_nan else unpack_int32(bytes(row.tokens[4 * start : 4 * end]))
         for position, token_id in zip(range(start, end), new_ids, strict=True):
             self.memory[row.pages[position // self.page_size] * self.page_size + position % self.page_size] = token_id
+        if is_silent and (is_nan or NOT_A_NUMBER in array("i", self._read(row, end))):
+            return _Sampled(number, row, 0, [], [], Finish.NUMERICAL_ERROR)
+        self._tell_prompt(row, start, end)
         if not samples:
             return _Sampled(number, row, num_known - row.num_prompt, [], []) if is_told else None
         first_index = num_known - row.num_prompt
@@ -214,6 +269,25 @@ class FakeWorker:
         before = [bytes(row.tokens[: 4 * (num_known + i)]) for i in range(num_ids)]
         logprobs = [logprobs_of(row.sampling, tokens, each) for tokens, each in zip(before, ids, strict=True)]
         return _Sampled(number, row, first_index, ids, logprobs)
+
+    def _tell_prompt(self, row: FakeRow, start: int, end: int) -> None:
+        """What is wanted of the prompt, from what stands in the pages."""
+        read, wish = self._read(row, end), row.prompt
+        if NOT_A_NUMBER in array("i", read):
+            return
+        positions = range(max(wish.logprobs_from, start + 1), min(end + 1, row.num_prompt))
+        if wish.num_logprobs >= 0 and positions:
+            own = bytes(row.tokens)
+            entries = [_prompt_logprobs(wish, read[: 4 * p], own[4 * p : 4 * p + 4]) for p in positions]
+            flat = [pair for each in entries for pair in each]
+            ids, values = pack_int32(token_id for token_id, _ in flat), pack_float32(value for _, value in flat)
+            counts = pack_int32(map(len, entries))
+            self.pieces.append(PromptLogprobs(row.request_id, row.attempt, positions.start, counts, ids, values))
+        states = [hidden_state(read[: 4 * i]) for i in range(start + 1, end + 1)]
+        row.state_sum += sum(states)
+        if wish.task is not Task.GENERATE and end == row.num_prompt:
+            pooled = states[-1] if wish.task is Task.EMBED_LAST else row.state_sum
+            self.embeddings.append(Embedding(row.request_id, row.attempt, pack_float32([pooled])))
 
     def _num_ids(self, row: FakeRow, read: bytes) -> int:
         """How many ids a row gives; what it read from its pages must be its tokens."""

@@ -161,16 +161,16 @@ def test_nothing_is_admitted_that_would_soon_need_a_retraction(chunk_tokens: int
 
 def test_retractions_raise_the_expected_share_and_steps_lower_it() -> None:
     driver = Driver(new_limits(40, 1), is_reckless=True)
-    first = driver.core.estimate.share
+    first = driver.core.reservations.estimate.share
     for number in (1, 2):
         driver.submit(new_submit(number, [number] * 8, 25))
     while not driver.core.num_retracted:
         driver.plan()
         driver.deliver()
-    raised = driver.core.estimate.share
+    raised = driver.core.reservations.estimate.share
     assert raised > first
     driver.run()
-    assert driver.core.estimate.share < raised
+    assert driver.core.reservations.estimate.share < raised
 
 
 def test_retracted_requests_resume_before_new_ones() -> None:

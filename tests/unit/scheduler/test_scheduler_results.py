@@ -100,7 +100,7 @@ def several_ids_with_plans_ahead(num_ids: int, plans_ahead: int) -> tuple[Driver
     answer = driver.submit(new_submit(1, PROMPT, 30))
     jumps = Random(0)
     jumps.random = lambda: 1.0  # type: ignore[method-assign]
-    jumps.randrange = lambda *_: num_ids  # type: ignore[assignment, misc]
+    jumps.randrange = lambda *_: num_ids  # type: ignore[method-assign]
     driver.worker.jumps = jumps
     plan = driver.core.plan_step()
     assert plan is not None
