@@ -6,10 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.wire.codec import decode, encode
-from services.wire.columns import pack_int32, split_by_counts, unpack_int32, unpack_request_ids
-from services.wire.messages import Finish, NewRow, SamplingParams, StepPlan, StepResult
+from services.wire.columns import pack_int32, split_by_counts, unpack_float32, unpack_int32, unpack_request_ids
+from services.wire.messages import (
+    PLAIN_PROMPT,
+    Finish,
+    NewRow,
+    PromptLogprobs,
+    PromptParams,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
 
 GREEDY = SamplingParams(0.0, 1.0, 0, 0.0, 0, 0)
+
+Entries = list[tuple[int, float]]
+"""Log-probabilities of one token: its own id, then the likeliest ones."""
 
 
 @dataclass
@@ -26,6 +38,11 @@ class Request:
     num_planned: int = 0
     num_expected: int = 0
     finish: Finish = Finish.NONE
+    prompt_params: PromptParams = PLAIN_PROMPT
+    samples: bool = True  # max_tokens 0: the prompt is computed and nothing else
+    logprobs: list[Entries] = field(default_factory=list)
+    prompt_logprobs: dict[int, Entries] = field(default_factory=dict)
+    embedding: list[float] = field(default_factory=list)
 
     @property
     def request_id(self) -> bytes:
@@ -58,7 +75,7 @@ class PlanWriter:
                 grown.append((request.row, self._grow(request)))
             columns.append((request.row, request.num_planned, count))
             request.num_planned += count
-            is_last = request.num_planned == request.num_expected
+            is_last = request.samples and request.num_planned == request.num_expected
             request.num_expected += is_last
             samples.append(is_last)
         grown = [(row, pages) for row, pages in grown if pages]
@@ -98,6 +115,7 @@ class PlanWriter:
         """Gives the requests their new tokens, or the reason why they failed."""
         decoded = decode(encode(result))
         assert decoded == result
+        entries = _entries_by_id(result)
         for request_id, attempt, first, ids, finish in zip(
             unpack_request_ids(result.request_ids),
             unpack_int32(result.attempts),
@@ -107,13 +125,33 @@ class PlanWriter:
             strict=True,
         ):
             request = self._requests[request_id]
+            own, entries = entries[: len(ids)], entries[len(ids) :]
             assert attempt == request.attempt
             if request.finish:
                 continue
-            assert first == len(request.output)
-            request.output += ids
             request.finish = Finish(finish)
-            assert bool(ids) == (not request.finish)
+            assert bool(ids) == (not request.finish) or request.sampling.grammar is not None
+            assert first == len(request.output) or not ids
+            request.output += ids
+            request.logprobs += own
+            # A row with a grammar may have got more than was expected.
+            request.num_expected = max(request.num_expected, len(request.token_ids))
+        for piece in result.prompt_logprobs:
+            self._take_piece(piece)
+        for embedding in result.embeddings:
+            request = self._requests[embedding.request_id]
+            assert embedding.attempt == request.attempt
+            request.embedding = unpack_float32(embedding.values)
+
+    def _take_piece(self, piece: PromptLogprobs) -> None:
+        request = self._requests[piece.request_id]
+        assert piece.attempt == request.attempt
+        assert piece.first_position == max(request.prompt_logprobs, default=piece.first_position - 1) + 1
+        pairs = list(zip(unpack_int32(piece.token_ids), unpack_float32(piece.logprobs), strict=True))
+        start = 0
+        for position, count in enumerate(unpack_int32(piece.counts), start=piece.first_position):
+            request.prompt_logprobs[position] = pairs[start : start + count]
+            start += count
 
     def _introduce(self, request: Request) -> NewRow:
         self._requests[request.request_id] = request
@@ -128,6 +166,7 @@ class PlanWriter:
             num_prompt_tokens=len(request.prompt),
             page_ids=pack_int32(request.pages),
             sampling=request.sampling,
+            prompt=request.prompt_params,
         )
 
     def _grow(self, request: Request) -> list[int]:
@@ -135,3 +174,15 @@ class PlanWriter:
         pages = [self.free_pages.pop() for _ in range(missing)]
         request.pages += pages
         return pages
+
+
+def _entries_by_id(result: StepResult) -> list[Entries]:
+    """For each id of a result its log-probabilities; none where the result has no such columns."""
+    if not result.logprob_counts:
+        return [[] for _ in range(len(result.token_ids) // 4)]
+    pairs = list(zip(unpack_int32(result.logprob_ids), unpack_float32(result.logprobs), strict=True))
+    entries, start = [], 0
+    for count in unpack_int32(result.logprob_counts):
+        entries.append(pairs[start : start + count])
+        start += count
+    return entries

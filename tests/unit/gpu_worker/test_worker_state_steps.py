@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from bench.random_checkpoints import Shape, write_checkpoint
-from services.gpu_worker.attention import attention_for
-from services.gpu_worker.kv_cache import KvCache, KvCacheShape
-from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.step_inputs import StepInputs
-from services.gpu_worker.step_launcher import PendingStep, StepLauncher
 from services.gpu_worker.weights import LoadedModel, load_model
-from services.gpu_worker.worker_state import WorkerSizes, WorkerState
 from services.model_files.source import open_model
 from services.wire.messages import Finish, SamplingParams, StepPlan
-from tests.unit.gpu_worker.plan_writer import GREEDY, PlanWriter, Request
+from tests.unit.gpu_worker.plan_writer import GREEDY, Request
+from tests.unit.gpu_worker.step_bench import CPU, NUM_OUTPUTS, new_bench
 
-CPU = torch.device("cpu")
 SHAPE = Shape(vocab_size=120, hidden_size=32, intermediate_size=48, num_layers=2)
-MAX_ROWS, NUM_PAGES, NUM_OUTPUTS = 6, 160, 8
 WARM = SamplingParams(1.3, 0.95, 0, 0.0, 42, 0)
 
 
@@ -40,38 +32,6 @@ def _one_thread() -> Iterator[None]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder = write_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama", SHAPE)
     return load_model(open_model(folder), CPU)
-
-
-@dataclass
-class Bench:
-    """A launcher and the scheduler that writes its plans."""
-
-    launcher: StepLauncher
-    writer: PlanWriter
-    kv_cache: KvCache
-    runner: ModelRunner
-
-    def run(self, *parts: tuple[Request, int]) -> None:
-        """One step, its result taken at once."""
-        self.take(self.launcher.launch(self.writer.plan(*parts)))
-
-    def take(self, pending: PendingStep) -> None:
-        pending.wait_copied()
-        self.writer.take(self.launcher.finish(pending))
-
-    def finish_all(self, requests: list[Request], num_outputs: int = NUM_OUTPUTS) -> None:
-        """Whole prompts, then one token each until all have enough."""
-        while open_ones := [r for r in requests if len(r.output) < num_outputs and not r.finish]:
-            self.run(*((r, (r.num_expected or len(r.token_ids)) - r.num_planned) for r in open_ones))
-
-
-def new_bench(model: LoadedModel, page_size: int = 4) -> Bench:
-    config = model.config
-    shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, page_size, torch.float32)
-    kv_cache = KvCache(shape, NUM_PAGES, CPU)
-    runner = ModelRunner(config, model.weights, kv_cache, attention_for(CPU, torch.float32))
-    state = WorkerState(WorkerSizes(MAX_ROWS, 128, config.vocab_size, page_size, NUM_PAGES), CPU)
-    return Bench(StepLauncher(runner, state), PlanWriter(page_size, NUM_PAGES, MAX_ROWS), kv_cache, runner)
 
 
 def new_requests(count: int = 5) -> list[Request]:
@@ -114,25 +74,8 @@ def test_any_course_of_chunks_decodes_and_retractions_gives_the_same_tokens(
     model: LoadedModel, alone: list[list[int]], seed: int, plans_ahead: int
 ) -> None:
     """Plans go out before the results of earlier ones are read; some requests are retracted and resume."""
-    chance = random.Random(seed)
-    bench, requests = new_bench(model), new_requests()
-    in_flight: deque[tuple[PendingStep, list[Request]]] = deque()
-    while any(len(request.output) < NUM_OUTPUTS for request in requests):
-        parts = []
-        for request in requests:
-            is_enough = request.num_expected >= len(request.prompt) + NUM_OUTPUTS
-            if is_enough or chance.random() < 0.3:
-                continue
-            if request.row >= 0 and chance.random() < 0.1 and all(request not in ran for _, ran in in_flight):
-                bench.writer.release(request)
-                request.num_expected = 0
-            left = (request.num_expected if request.row >= 0 else len(request.token_ids)) - request.num_planned
-            parts.append((request, chance.randint(1, left)))
-        chance.shuffle(parts)
-        if parts:
-            in_flight.append((bench.launcher.launch(bench.writer.plan(*parts)), [request for request, _ in parts]))
-        while len(in_flight) > (plans_ahead if parts else 0):
-            bench.take(in_flight.popleft()[0])
+    requests = new_requests()
+    new_bench(model).run_any_course(requests, seed, plans_ahead)
     assert [request.output for request in requests] == alone
 
 
