@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.provenance import provenance
-from services.launcher.bench.command import served_model
 from services.launcher.bench.report import Report
 from services.launcher.bench.runner import Pace, run_sessions
 from services.launcher.bench.sessions import RequestForm
 from services.launcher.bench.summary import markdown_table
 from services.launcher.bench.workloads import Lengths, Workload
 from services.launcher.errors import CommandError
+from services.launcher.http.client import Client
 from services.launcher.http.server_address import ServerAddress
 
 
@@ -68,7 +68,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 async def _run_all(options: argparse.Namespace) -> list[tuple[int, Report]]:
     address = ServerAddress.parse(options.url)
-    form = RequestForm(served_model(address), options.chat)
+    form = RequestForm(Client(address).first_model(), options.chat)
     workload = Workload(
         Lengths(options.prompt_tokens - options.shared_prefix, options.output_tokens),
         options.seed,

@@ -26,8 +26,8 @@ import uvloop
 from bench.fake_model import answer_ids, plain_token_ids
 from bench.process_times import cpu_seconds
 from services.launcher.bench.answers import Answer, Expected, read_answer
-from services.launcher.bench.command import served_model
 from services.launcher.bench.summary import summarize
+from services.launcher.http.client import Client
 from services.launcher.http.connection import Connection
 from services.launcher.http.response import Response
 from services.launcher.http.server_address import ServerAddress
@@ -67,7 +67,7 @@ class Window:
 
 
 async def _run(options: argparse.Namespace, prompts: Sequence[list[int]], window: Window) -> list[Response]:
-    model = served_model(ServerAddress.parse(options.url))
+    model = Client(ServerAddress.parse(options.url)).first_model()
     connections = await asyncio.gather(*(Connection.open(options.url) for _ in prompts))
 
     async def stream(connection: Connection, prompt: list[int]) -> Response:

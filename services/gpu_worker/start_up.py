@@ -35,7 +35,7 @@ from services.runtime.config import Settings
 from services.runtime.service import StartError
 from services.wire.messages import WorkerCard
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WHOLE_PROMPTS = -1
 _MAX_MEASURED_S = 1.0  # the largest step may take so long while its memory is measured on a CPU
 
@@ -144,7 +144,7 @@ def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) ->
     try:
         files = open_model(settings.model)
         with LoadProgress(files.path.name, pump) as progress:
-            model = load_model(files, device, _DTYPES.get(settings.dtype), progress)
+            model = load_model(files, device, DTYPES.get(settings.dtype), progress)
     except ModelFileError as error:
         raise StartError(str(error)) from error
     except torch.OutOfMemoryError as error:

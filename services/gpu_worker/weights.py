@@ -85,7 +85,7 @@ def load_model(
     """
     started = perf_counter()
     config = parse_model_config(files)
-    dtype = dtype or _default_dtype(config, device)
+    dtype = dtype or default_dtype(config, device)
     source = _open_source(files, config)
     _check_tensors(source, config)
     wanted = [source.tensors[item.name] for item in _expected(config)]
@@ -107,7 +107,19 @@ def load_model(
     return LoadedModel(config, weights, report)
 
 
-def _default_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+def check_model(files: ModelFiles) -> ModelConfig:
+    """Checks all that `load_model` checks before it reads a weight: configuration, tensors, their shapes, files' ends.
+
+    Raises:
+        ModelFileError: as `load_model`, but for values that are not finite.
+    """
+    config = parse_model_config(files)
+    _check_tensors(_open_source(files, config), config)
+    return config
+
+
+def default_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    """What weights and activations are where nobody says: see `load_model`."""
     return torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
 
 

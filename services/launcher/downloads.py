@@ -139,9 +139,8 @@ def fetch_from_hub(name: str, folder: Path) -> Path:
     if has_weights(folder):
         show(f"{folder}: already there")
         return folder
-    revision, sizes = _look_up(name)
-    if not any(file.endswith(".safetensors") for file in sizes):
-        raise ModelNotFoundError(f"model {name}: the hub has no safetensors weights for it, and no others are read")
+    published = look_up(name)
+    revision, sizes = published.revision, published.sizes
     partial = folder.with_name(f"{folder.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     _announce(name, sum(sizes.values()), partial)
@@ -158,8 +157,43 @@ def fetch_from_hub(name: str, folder: Path) -> Path:
     return folder
 
 
-def _look_up(name: str) -> tuple[str | None, dict[str, int]]:
-    """A model's present revision, and the size of each of its files that is wanted."""
+@dataclass(frozen=True)
+class Published:
+    """A model on the hub: its present revision, and the size of each of its files that is wanted."""
+
+    name: str
+    revision: str | None
+    sizes: dict[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """What a download takes."""
+        return sum(self.sizes.values())
+
+    def fetch_configuration(self, folder: Path) -> None:
+        """Puts config.json, a few kilobytes, into a folder.
+
+        Raises:
+            ModelNotFoundError: it has none, or the hub does not answer.
+        """
+        from huggingface_hub import hf_hub_download
+
+        try:
+            _within(
+                _HUB_TIMEOUT_S,
+                lambda: hf_hub_download(self.name, "config.json", revision=self.revision, local_dir=folder),
+            )
+        except Exception as error:  # those of whatever HTTP client the library uses
+            raise ModelNotFoundError(f"model {self.name}: no config.json from the hub: {_one_line(error)}") from error
+
+
+def look_up(name: str) -> Published:
+    """Asks the hub for a model.
+
+    Raises:
+        ModelNotFoundError: the hub cannot be reached within 10 s, knows no such model, wants a token, or has no
+            safetensors for it.
+    """
     try:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
@@ -181,7 +215,10 @@ def _look_up(name: str) -> tuple[str | None, dict[str, int]]:
         raise ModelNotFoundError(
             f"model {name}: not on this disk, and the hub cannot be reached: {_one_line(error)}"
         ) from error
-    return info.sha, {file.rfilename: file.size or 0 for file in info.siblings or [] if _is_wanted(file.rfilename)}
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or [] if _is_wanted(file.rfilename)}
+    if not any(file.endswith(".safetensors") for file in sizes):
+        raise ModelNotFoundError(f"model {name}: the hub has no safetensors weights for it, and no others are read")
+    return Published(name, info.sha, sizes)
 
 
 def _is_wanted(name: str) -> bool:

@@ -61,11 +61,24 @@ def resolve_model(model: str, settings: Settings) -> Model:
     Raises:
         ModelNotFoundError: no such file, no such name, or it cannot be fetched; one line.
     """
+    found = model_on_disk(model, settings)
+    if found is None:
+        return Model(fetch(model, models_directory(settings)), model)
+    is_path = Path(model).expanduser().exists()
+    return Model(found, "" if is_path else model)
+
+
+def model_on_disk(model: str, settings: Settings) -> Path | None:
+    """Where a model lies; None when it is known by name but was not fetched. Fetches nothing.
+
+    Raises:
+        ModelNotFoundError: no such file, or no such name; one line.
+    """
     path = Path(model).expanduser()
     if path.exists():
-        return Model(_checked(path.absolute()))
+        return _checked(path.absolute())
     if model in ALIASES or _HUB_NAME.fullmatch(model):
-        return Model(find_on_disk(model, settings) or fetch(model, models_directory(settings)), model)
+        return find_on_disk(model, settings)
     if path.is_absolute() or model.startswith(("./", "../", "~")) or "/" in model or path.suffix:
         raise ModelNotFoundError(f"model {model}: no such folder or file")
     raise ModelNotFoundError(

@@ -23,12 +23,22 @@ from services.wire.endpoints import private_directory
 _PREFIX = "tokenway-"
 
 
+def run_directory_base() -> Path:
+    """The directory in which new run directories are made."""
+    base = user_directory("XDG_RUNTIME_DIR", Path(tempfile.gettempdir()))
+    return base if os.access(base, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def run_directories() -> list[Path]:
+    """Those of this user's servers that run now, or were killed and are not cleared away yet."""
+    bases = dict.fromkeys([run_directory_base(), Path(tempfile.gettempdir())])
+    return [path for base in bases for path in sorted(base.glob(f"{_PREFIX}*")) if _is_own_directory(path)]
+
+
 @contextmanager
 def new_run_directory() -> Iterator[Path]:
     """A new private directory with a short path, removed at the end; those of killed runs are removed first."""
-    base = user_directory("XDG_RUNTIME_DIR", Path(tempfile.gettempdir()))
-    if not os.access(base, os.W_OK):
-        base = Path(tempfile.gettempdir())
+    base = run_directory_base()
     _remove_leftovers(base)
     # It gets its name only once it is locked: a directory of that name without a lock is a leftover.
     unnamed = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base))
@@ -61,6 +71,14 @@ def given_run_directory(path: Path) -> Iterator[Path]:
             if stat.S_ISSOCK(entry.lstat().st_mode):
                 entry.unlink()
         os.close(lock)
+
+
+def _is_own_directory(path: Path) -> bool:
+    try:
+        info = path.lstat()
+    except OSError:
+        return False  # its server has just ended
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
 
 
 def _remove_leftovers(base: Path) -> None:

@@ -20,7 +20,6 @@ from services.launcher.bench.sessions import RequestForm, Session
 from services.launcher.bench.workloads import Lengths, Workload
 from services.launcher.errors import CommandError
 from services.launcher.http.client import Client
-from services.launcher.http.response import ResponseError
 from services.launcher.http.server_address import ServerAddress
 from services.launcher.server_flags import add_server_flags, server_address
 from services.runtime.config import FlagParser
@@ -123,15 +122,7 @@ def _form(options: argparse.Namespace, address: ServerAddress) -> RequestForm:
     if not isinstance(extra, dict):
         raise CommandError("--extra-body must be a JSON object")
     is_chat = options.endpoint == "chat" or (options.endpoint is None and options.workload in ("multi-turn", "jsonl"))
-    return RequestForm(options.model or served_model(address), is_chat, options.ignore_eos, extra)
-
-
-def served_model(address: ServerAddress) -> str:
-    """The first model that a server lists; ResponseError when it lists none."""
-    names = Client(address).models()
-    if not names:
-        raise ResponseError(f"{address.url} has no model")
-    return names[0]
+    return RequestForm(options.model or Client(address).first_model(), is_chat, options.ignore_eos, extra)
 
 
 def _sessions(options: argparse.Namespace, form: RequestForm) -> tuple[list[Session], list[Session]]:

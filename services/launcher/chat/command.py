@@ -80,21 +80,14 @@ def _server(options: argparse.Namespace, stack: ExitStack) -> tuple[Client, str]
     """The server to talk with, and the model to ask it for."""
     if options.url:
         client = Client(server_address(options))
-        return client, options.model or _first(client)
+        return client, options.model or client.first_model()
     settings = load_settings([])
     address = ServerAddress.parse(local_url(settings.host, settings.port), options.api_key or client_api_key())
     names = _served(address)
     if names and (not options.model or options.model in names):
         return Client(address), options.model or names[0]
     client = Client(_own_server(options.model or settings.model, settings, stack))
-    return client, _first(client)
-
-
-def _first(client: Client) -> str:
-    names = client.models()
-    if not names:
-        raise CommandError(f"{client.address.url} has no model")
-    return names[0]
+    return client, client.first_model()
 
 
 def _served(address: ServerAddress) -> list[str]:

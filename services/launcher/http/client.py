@@ -54,6 +54,13 @@ class Client:
                 return [str(card["id"]) for card in cards if isinstance(card, dict) and "id" in card]
         raise ResponseError(f"{self.address.url}/v1/models is not a list of models")
 
+    def first_model(self) -> str:
+        """The first name in /v1/models; ResponseError when there is none."""
+        names = self.models()
+        if not names:
+            raise ResponseError(f"{self.address.url} has no model")
+        return names[0]
+
     def stream(self, path: str, body: Mapping[str, object]) -> Iterator[bytes]:
         """The data of the events of an answer as they come, without the last `[DONE]`.
 

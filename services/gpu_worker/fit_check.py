@@ -1,0 +1,146 @@
+"""gpu_worker: whether a model can run here, said without loading it. Prints one JSON object.
+
+    python -m services.gpu_worker.fit_check [--config-only | --machine-only]
+
+A worker's settings are in its environment. With `--config-only` the model's folder holds config.json and no weights
+yet: what they will take follows from it. The sizes of weights and KV pages are exact, and the pool is decided by the
+code that decides it at a start; what a step takes beside them is an estimate, because only running one would measure it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from services.gpu_worker.host_limits import available_memory_bytes, num_cores, total_memory_bytes
+from services.gpu_worker.kv_cache import KvCacheShape
+from services.gpu_worker.memory import MemoryState, pool_size
+from services.gpu_worker.models.checkpoint_layout import allocate_weights, placements
+from services.gpu_worker.models.config import ModelConfig
+from services.gpu_worker.models.parse_config import parse_model_config
+from services.gpu_worker.start_up import DTYPES, choose_context, choose_device, token_budget
+from services.gpu_worker.weights import check_model, default_dtype
+from services.model_files.errors import ModelFileError
+from services.model_files.source import open_model
+from services.runtime.config import Settings, SettingsError, load_settings
+from services.runtime.service import StartError
+
+_USUAL_CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}  # a start measures its own
+_LOGITS_COPIES = 3  # float32: the logits, what sampling makes of them, and a sort of it
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to run on. `device_name` is "" without a CUDA device, and then the memory is the host's."""
+
+    torch_version: str
+    cuda_version: str
+    device_name: str
+    num_cores: int
+    total_bytes: int
+    available_bytes: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a model takes, in bytes, and whether that is there. `problem` is why it cannot run, "" when it can."""
+
+    problem: str = ""
+    model_type: str = ""
+    dtype: str = ""
+    num_weights: int = 0
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    activation_bytes: int = 0
+    context: int = 0
+    pool_tokens: int = 0
+
+
+def machine(device: torch.device) -> Machine:
+    """Looks at the device that a worker would take."""
+    if device.type == "cuda":
+        available, total = torch.cuda.mem_get_info(device)
+        name = torch.cuda.get_device_name(device)
+    else:
+        available, total, name = available_memory_bytes(), total_memory_bytes(), ""
+    return Machine(torch.__version__, torch.version.cuda or "", name, num_cores(), total, available)
+
+
+def fit(settings: Settings, device: torch.device, host: Machine, is_config_only: bool) -> Fit:
+    """Checks a model's files and computes what it takes."""
+    try:
+        files = open_model(settings.model)
+        config = parse_model_config(files) if is_config_only else check_model(files)
+        context = choose_context(settings, config)
+    except (ModelFileError, StartError) as error:
+        return Fit(problem=str(error))
+    dtype = DTYPES.get(settings.dtype) or default_dtype(config, device)
+    sizes = _sizes(settings, config, dtype, device, context)
+    memory = MemoryState(
+        total=host.total_bytes,
+        available=max(0, host.available_bytes - sizes.weight_bytes),
+        weights=sizes.weight_bytes,
+        activations=sizes.activation_bytes,
+        is_cpu=device.type == "cpu",
+    )
+    if sizes.weight_bytes + sizes.activation_bytes > host.available_bytes:
+        wanted = sizes.weight_bytes + sizes.activation_bytes
+        problem = f"weights and a step need {wanted / 1e9:.2f} GB, {host.available_bytes / 1e9:.2f} GB are free"
+        return dataclasses.replace(sizes, problem=problem)
+    shape = _page_shape(settings, config, dtype)
+    try:
+        num_pages = pool_size(memory, shape, settings, context).num_pages
+    except StartError as error:
+        return dataclasses.replace(sizes, problem=str(error))
+    return dataclasses.replace(sizes, pool_tokens=num_pages * settings.page_size)
+
+
+def _sizes(settings: Settings, config: ModelConfig, dtype: torch.dtype, device: torch.device, context: int) -> Fit:
+    weights = allocate_weights(config, dtype, torch.device("meta"))
+    num_weights = sum(item.target.numel() for item in placements(config, weights))
+    return Fit(
+        model_type=config.model_type,
+        dtype=str(dtype).removeprefix("torch."),
+        num_weights=num_weights,
+        weight_bytes=num_weights * dtype.itemsize,
+        kv_bytes_per_token=_page_shape(settings, config, dtype).bytes_per_page // settings.page_size,
+        activation_bytes=activation_bytes(settings, config, dtype, token_budget(
+            settings, _USUAL_CHUNK_TOKENS[device.type], context)),
+        context=context,
+    )  # fmt: skip
+
+
+def activation_bytes(settings: Settings, config: ModelConfig, dtype: torch.dtype, num_tokens: int) -> int:
+    """About what the largest step takes and gives back: one layer's intermediate results, and its rows' logits."""
+    attention = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    per_token = (4 * config.hidden_size + 2 * attention + 3 * config.intermediate_size) * dtype.itemsize
+    rows = min(num_tokens, settings.max_running_requests)
+    return num_tokens * per_token + _LOGITS_COPIES * 4 * rows * config.vocab_size
+
+
+def _page_shape(settings: Settings, config: ModelConfig, dtype: torch.dtype) -> KvCacheShape:
+    return KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, dtype)
+
+
+def main(arguments: list[str]) -> int:
+    """Prints what was found; status 1 when the settings cannot be used."""
+    try:
+        settings = load_settings([])
+        device = choose_device(settings)
+    except (SettingsError, StartError) as error:
+        print(json.dumps({"error": str(error)}))
+        return 1
+    host = machine(device)
+    found: dict[str, object] = {"machine": dataclasses.asdict(host)}
+    if "--machine-only" not in arguments:
+        found["fit"] = dataclasses.asdict(fit(settings, device, host, "--config-only" in arguments))
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

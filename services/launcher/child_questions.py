@@ -1,0 +1,47 @@
+"""Asks a process of a service's own code one question and reads its one answer: what the launcher may not load itself.
+
+The child runs a module of a service with that service's libraries (torch, tokenizers), prints one JSON object and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from services.launcher.errors import CommandError
+from services.runtime.config import Settings, inherited_environment
+
+_TIMEOUT_S = 300.0
+
+
+def ask_child(module: str, settings: Settings, arguments: Sequence[str] = (), question: str = "") -> dict[str, Any]:
+    """Runs `python -m MODULE` with these settings and gives back what it printed.
+
+    Args:
+        module: the dotted name.
+        settings: reach it through its environment, as those of a service do.
+        arguments: of its command line.
+        question: its standard input.
+
+    Raises:
+        CommandError: it told of an error, or broke down; one line.
+    """
+    environment = inherited_environment() | settings.as_environment()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments], input=question, env=environment, capture_output=True,
+            text=True, encoding="utf-8", errors="replace", timeout=_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise CommandError(f"{module} did not answer within {_TIMEOUT_S:.0f} s") from None
+    try:
+        found = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        said = (done.stderr.strip() or done.stdout.strip() or f"status {done.returncode}").splitlines()
+        raise CommandError(f"{module} failed: {said[-1]}") from None
+    if "error" in found:
+        raise CommandError(str(found["error"]))
+    return dict(found)
