@@ -17,6 +17,7 @@ from typing import TypeAlias, TypeVar
 from services.detokenizer.answer import AnswerChunk, AnswerDecoder
 from services.detokenizer.incremental import TokenPieces
 from services.detokenizer.outgoing import Outgoing
+from services.runtime.logs import about
 from services.wire.columns import split_by_counts, unpack_int32, unpack_request_ids
 from services.wire.logprob_columns import LogprobRun, split_logprobs
 from services.wire.messages import DecodeOpen, Finish, TokensProduced
@@ -222,7 +223,7 @@ class Decoders:
 
     def _fail(self, request_id: bytes, attempt: int, tokenizer: bytes, chunk: AnswerChunk) -> None:
         """Called while an exception is handled: this answer ends here, both sides are told, the others go on."""
-        _log.exception("answer %s attempt %d of %r could not be decoded", request_id.hex(), attempt, tokenizer)
+        _log.exception("attempt %d of %r could not be decoded", attempt, tokenizer, extra=about(request_id))
         self._open.pop(request_id, None)
         self._outgoing.add_chunk(tokenizer, request_id, attempt, chunk, 0)
         self._outgoing.failures.append((request_id, attempt))

@@ -22,6 +22,7 @@ from llguidance import LLMatcher
 from services.gpu_worker.grammar_compiler import GrammarCompiler
 from services.gpu_worker.grammar_seam import GrammarMasks
 from services.runtime.histogram import Histogram
+from services.runtime.logs import about
 from services.wire.columns import unpack_int32
 from services.wire.messages import NO_LOGPROBS, NewRow
 
@@ -82,7 +83,7 @@ class GrammarRows:
         jumps = self._jumps_ahead and new.sampling.num_logprobs == NO_LOGPROBS
         row = self._rows[new.row] = _Row(new.request_id, self.compiler.matcher(new.sampling.grammar), jumps)
         if row.matcher is None:
-            logger.error("request %s has a grammar that was not compiled here", new.request_id.hex())
+            logger.error("a row has a grammar that was not compiled here", extra=about(new.request_id))
             return
         self._consume(row, unpack_int32(new.token_ids)[new.num_prompt_tokens :])
 
@@ -152,5 +153,5 @@ class GrammarRows:
     def _check(row: _Row) -> None:
         if row.matcher is not None and row.matcher.is_error():
             problem = row.matcher.get_error().split("\n", 1)[0]
-            logger.error("the grammar of request %s fails: %s", row.request_id.hex(), problem)
+            logger.error("the grammar of a row fails: %s", problem, extra=about(row.request_id))
             row.matcher = None

@@ -33,6 +33,7 @@ from services.gpu_worker.step_times import StepClock
 from services.gpu_worker.step_work import StepMasks, StepOutput
 from services.gpu_worker.uploads import Int64s, upload
 from services.gpu_worker.worker_state import WorkerState
+from services.runtime.logs import about
 from services.wire.messages import Finish, StepPlan, StepResult
 
 _Result = TypeVar("_Result")
@@ -190,7 +191,7 @@ class StepLauncher:
         parts = []
         for place in range(len(has_raised)):
             one = functools.partial(self._run_alone, step.alone(place), picks.alone(place), masks, clock)
-            part = self._attempt(one, f"request {step.rows.request_ids[place].hex()}")
+            part = self._attempt(one, "a row alone", step.rows.request_ids[place])
             has_raised[place] |= part is None
             parts.append(part or StepOutput(_no_token(self._device)))
         return StepOutput.joined(parts)
@@ -201,14 +202,14 @@ class StepLauncher:
         work = self._state.options.work(picks, step.spans, masks.of(picks) if masks is not None and is_masked else None)
         return self._state.options.run(work, self._runner, hidden, logits)
 
-    def _attempt(self, run: Callable[[], _Result], what: str) -> _Result | None:
+    def _attempt(self, run: Callable[[], _Result], what: str, request_id: bytes = b"") -> _Result | None:
         """What it gives, or None when it raised; an error after which the device cannot be used any more is raised."""
         try:
             return run()
         except Exception as error:
             if self._device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
                 raise
-            logger.exception("%s failed", what)
+            logger.exception("%s failed", what, extra=about(request_id))
             return None
 
     # ------------------------------------------------------------ grammars

@@ -32,6 +32,7 @@ from services.gpu_worker.row_lines import Bools, Picks
 from services.gpu_worker.step_inputs import StepInputs
 from services.gpu_worker.step_work import RowOptions, StepOutput, StepWork
 from services.gpu_worker.uploads import Int64s, int64_column, upload_together
+from services.runtime.logs import about
 from services.wire.messages import NO_LOGPROBS, NewRow, StepPlan, Task
 
 Int32s = npt.NDArray[np.int32]
@@ -234,7 +235,7 @@ class WorkerState:
             )
         is_refused = bool((token_ids < 0).any() or (token_ids >= self._sizes.vocab_size).any())
         if is_refused:
-            logger.error("request %s holds ids outside [0, %d)", new.request_id.hex(), self._sizes.vocab_size)
+            logger.error("a row holds ids outside [0, %d)", self._sizes.vocab_size, extra=about(new.request_id))
             token_ids = np.zeros_like(token_ids)  # it fails by itself; the model must not read past its embedding
         self._held[new.row] = _HeldRow(new.request_id, new.attempt, token_ids, is_refused)
         self._num_tokens[new.row] = self._num_known[new.row] = len(token_ids)

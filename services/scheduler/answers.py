@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 
+from services.runtime.logs import about
 from services.scheduler.admission import RequestRefusedError
 from services.scheduler.deadlines import Deadlines
 from services.scheduler.load_report import RETRY_STARTING_S, FinishRate
@@ -82,7 +83,7 @@ class Answers:
             return
         except Exception:  # a fault of ours in one request must not end the others
             error_id = secrets.token_hex(4)
-            logger.exception("error %s: request %s was not taken", error_id, submit.request_id.hex())
+            logger.exception("error %s: a request was not taken", error_id, extra=about(submit.request_id))
             fault = RequestRefusedError(500, "internal_error", f"The server failed (error {error_id}).")
             self.refuse(tokenizer, submit, fault, 0)
             return

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from services.tokenizer.request_record import RequestRecord
 from services.wire.messages import HopReport
 
-_ID = re.compile(r"(?:[A-Za-z0-9_.]+-)?([0-9a-f]{32})")
+_ID = re.compile(r"(?:[A-Za-z0-9_.-]*[-_])?([0-9a-f]{32})")
 
 
 class RequestRing:

@@ -188,6 +188,18 @@ def test_every_test_is_collected(path: Path) -> None:
     assert len(functions) == len(set(functions)), "a second function of a name replaces the first"
 
 
+@every_service_module
+def test_a_log_line_about_a_request_carries_its_id_beside_the_text(path: Path) -> None:
+    """`extra=about(request_id)`: as a field of a JSON line it can be searched for in the logs of every process."""
+    for call in [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]:
+        match call.func:
+            case ast.Attribute(value=ast.Name(id="logger" | "_log" | "logging")):
+                told = " ".join(ast.unparse(argument) for argument in call.args)
+                assert "request_id" not in told, f"line {call.lineno}"
+            case _:
+                pass
+
+
 def test_import_contracts() -> None:
     """The contracts of pyproject.toml, as `make lint` checks them."""
     command = shutil.which("lint-imports", path=os.path.dirname(sys.executable))
@@ -200,7 +212,7 @@ def test_import_contracts() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("services.tokenizer.service", "torch triton safetensors transformers"),
+        ("services.tokenizer.service", "torch triton safetensors transformers opentelemetry"),
         ("services.detokenizer.service", "torch triton safetensors transformers tokenizers aiohttp jinja2"),
         ("services.scheduler.service", "torch triton safetensors transformers tokenizers aiohttp jinja2 gguf"),
         ("services.launcher.cli", "torch triton safetensors transformers tokenizers aiohttp jinja2"),

@@ -79,7 +79,14 @@ def test_a_record_is_found_by_the_id_of_any_of_its_answers_in_any_spelling() -> 
         record = record_with(StreamTable(), ring, [submit(1), submit(2, group=1)])
         for number in (1, 2):
             digits = number.to_bytes(16, "big").hex()
-            for name in (digits, f"chatcmpl-{digits}", f"cmpl-{digits}", f"msg_x-{digits}"):
+            for name in (
+                digits,
+                f"chatcmpl-{digits}",
+                f"cmpl-{digits}",
+                f"msg_{digits}",
+                f"resp_{digits}",
+                f"my-own_x-{digits}",
+            ):
                 assert ring.find(name) is record
         for name in (
             "",
