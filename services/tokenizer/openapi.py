@@ -26,6 +26,11 @@ _COMPONENTS = "#/components/schemas/{name}"
 _WITH_BODY = (400, 404, 408, 413, 415, 417)
 _EVERYWHERE = (401, 429, 431, 500)
 _FROM_SCHEDULER = (503, 504)
+_EVENT: dict[str, object] = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "description": "Each event: its name, if the API gives it one, and a line of JSON.",
+}
 _ANY_MESSAGES: dict[str, object] = {"type": "array", "minItems": 1, "items": {"type": "object"}}
 
 
@@ -164,7 +169,7 @@ def _answer(route: Route, status: int) -> dict[str, object]:
     if status == 200 or (status == 503 and route.audience is Audience.ANYONE):
         content: dict[str, object] = {route.content_type: {"schema": {}}}
         if route.is_streamable and status == 200:
-            content["text/event-stream"] = {"schema": {"type": "string"}}
+            content["text/event-stream"] = {"schema": _EVENT}
         return {"description": "The answer" if status == 200 else "Not ready", "content": content}
     name = "MessagesErrorAnswer" if route.error_body is messages_error_body else "ErrorAnswer"
     schema = {"$ref": _COMPONENTS.format(name=name)}

@@ -1,0 +1,125 @@
+"""/openapi.json against the code, both ways: no route, field or status that is not there, and none that is left out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from services.runtime.config import Settings
+from services.tokenizer import openapi
+from services.tokenizer.access import Audience
+from services.tokenizer.openapi import description, statuses_of
+from services.tokenizer.request_body import BodyForm
+from services.tokenizer.routes import ROUTES, Route, find_route
+from tests.unit.tokenizer.backend_peers import Server
+from tests.unit.tokenizer.http_client import request
+
+Json = dict[str, Any]
+WITH_BODY = [route for route in ROUTES.values() if route.form is not None]
+
+
+@pytest.fixture(scope="module")
+def described() -> Json:
+    whole: Json = json.loads(json.dumps(description(Settings(), "m")))
+    return whole
+
+
+def fields_of(described: Json, route: Route) -> Json:
+    content = described["paths"][route.path][route.method.lower()]["requestBody"]["content"]
+    name = content["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+    fields: Json = described["components"]["schemas"][name]["properties"]
+    return fields
+
+
+def known_names(form: BodyForm[Any]) -> set[str]:
+    return {name for name in (*form.kind.__struct_fields__, *form.unbuilt, *form.without_effect) if "." not in name}
+
+
+def test_the_paths_are_those_of_the_table(described: Json) -> None:
+    found = {(path, method.upper()) for path, methods in described["paths"].items() for method in methods}
+    assert found == {(route.path, route.method) for route in ROUTES.values()}
+
+
+@pytest.mark.parametrize("route", WITH_BODY, ids=lambda route: route.path)
+def test_the_fields_are_those_that_are_checked(described: Json, route: Route) -> None:
+    assert route.form is not None
+    fields = fields_of(described, route)
+    assert set(fields) == known_names(route.form)
+    for name, neutral in route.form.unbuilt.items():
+        if "." not in name:
+            assert fields[name]["enum"] == [None, *json.loads(json.dumps(neutral))]
+    for name in route.form.without_effect:
+        if "." not in name:
+            assert fields[name] == {"description": "Without effect."}
+
+
+@pytest.mark.parametrize("route", WITH_BODY, ids=lambda route: route.path)
+def test_ranges_are_told(described: Json, route: Route) -> None:
+    """What a struct says of a number stands in the description."""
+    fields = fields_of(described, route)
+    if "temperature" in fields:
+        [number, null] = fields["temperature"]["anyOf"]
+        assert (number["minimum"], number["maximum"], null) == (0, 10, {"type": "null"})
+    assert fields.get("model", {"enum": [None, "m"]}) == {"enum": [None, "m"]}
+
+
+def test_every_reference_leads_somewhere(described: Json) -> None:
+    text = json.dumps(described)
+    for part in text.split('"$ref": "')[1:]:
+        name = part.split('"', 1)[0]
+        assert name.startswith("#/components/schemas/")
+        assert name.rsplit("/", 1)[1] in described["components"]["schemas"], name
+
+
+@pytest.mark.parametrize("route", ROUTES.values(), ids=lambda route: route.path)
+def test_statuses_are_told_with_the_form_of_their_bodies(described: Json, route: Route) -> None:
+    operation = described["paths"][route.path][route.method.lower()]
+    assert [int(status) for status in operation["responses"]] == list(statuses_of(route, Settings()))
+    assert ("text/event-stream" in operation["responses"]["200"]["content"]) == route.is_streamable
+    errors = {json.dumps(answer) for status, answer in operation["responses"].items() if int(status) in (400, 401)}
+    assert len(errors) == 1
+    assert ("MessagesErrorAnswer" in errors.pop()) == route.path.startswith("/v1/messages")
+    assert ("security" in operation) == (route.audience is not Audience.ANYONE)
+
+
+def test_errors_have_the_described_form() -> None:
+    assert set(openapi.ErrorFacts.__struct_fields__) == {"message", "type", "param", "code"}
+    strict = description(Settings(strict_fields=True), "m")
+    assert strict["components"]["schemas"]["ScoreBody"]["additionalProperties"] is False  # type: ignore[index]
+
+
+def test_every_operation_has_its_own_id(described: Json) -> None:
+    ids = [operation["operationId"] for methods in described["paths"].values() for operation in methods.values()]
+    assert len(ids) == len(set(ids))
+
+
+def test_a_server_serves_its_description(server: Server) -> None:
+    served = request(server.port, "GET", "/openapi.json").json()
+    assert served == json.loads(json.dumps(description(Settings(), served["paths"] and _name_of(server))))
+
+
+def _name_of(server: Server) -> str:
+    name: str = request(server.port, "GET", "/v1/models").json()["data"][0]["id"]
+    return name
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("/v1/models", "/v1/models"),
+        ("/v1/models/a", "/v1/models/{id}"),
+        ("/v1/models/a/b", "/v1/models/{id}"),
+        ("/v1/models/", None),
+        ("/v1/models/{id}", "/v1/models/{id}"),
+        ("/trace/{id}", "/trace/{id}"),
+        ("/v1/chat/completions/", None),
+        ("//live", None),
+        ("/", None),
+        ("", None),
+    ],
+)
+def test_a_path_leads_to_its_route_or_nowhere(path: str, found: str | None) -> None:
+    route = find_route(path)
+    assert (route.path if route is not None else None) == found
