@@ -147,17 +147,15 @@ def test_cht_01_parts_are_their_text(small: Client) -> None:
 
 
 @pytest.mark.slow
-def test_cht_02_a_turn_of_calls_without_content_is_one_prompt_whether_null_or_absent(small: Client) -> None:
+def test_cht_02_a_turn_of_calls_without_content_is_one_prompt_whether_null_or_absent(page_1: Client) -> None:
     calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     answers = []
-    flush(small)
     for content in ({"content": None}, {}, {"content": ""}):
         turn = {"role": "assistant", "tool_calls": calls, **content}
         tool = {"role": "tool", "tool_call_id": "c", "content": "3"}
-        answers.append(small.ask(CHAT, messages=[*HI, turn, tool], max_tokens=1))
+        answers.append(page_1.ask(CHAT, messages=[*HI, turn, tool], max_tokens=1))
     assert len({(answer.prompt_tokens, answer.text) for answer in answers}) == 1
     assert [answer.cached_tokens for answer in answers[1:]] == [answers[0].prompt_tokens - 1] * 2
-    assert answers[0].cached_tokens == 0
 
 
 @pytest.mark.slow

@@ -224,14 +224,6 @@ def test_str_02_response_format_shapes(page_1: Client) -> None:
         assert page_1.ask(CHAT, messages=HI, response_format=neutral, max_tokens=1).text == "Hello"
 
 
-def test_str_07_tools_are_refused_and_no_tools_are_not(page_1: Client) -> None:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    for choice in ("auto", "none", "required", {"type": "function", "function": {"name": "f"}}, "unknown"):
-        error = page_1.refused(CHAT, {"messages": HI, "tools": tools, "tool_choice": choice})
-        assert error["param"] in ("tools", "tool_choice")
-    assert page_1.ask(CHAT, messages=HI, tools=[], tool_choice="auto", max_tokens=1).text == "Hello"
-
-
 # ------------------------------------------------------------ what clients send
 
 
