@@ -48,7 +48,7 @@ def answer(server: Server, path: str = TEXT_PATH, **headers: str) -> tuple[Respo
         server.backend.send(reports(submit, Role.SCHEDULER, first_token_us=12_000, pages=1, steps=1))
         server.backend.send_text(chunk(submit, 0, [1], 0, "a", cached=2))
         server.backend.send(reports(submit, Role.SCHEDULER, first_token_us=12_000, ended=1, pages=2, steps=3))
-        server.backend.send_text(reports(submit, Role.DETOKENIZER, chunks=2))  # type: ignore[arg-type]  # the same way
+        server.backend.send_text(reports(submit, Role.DETOKENIZER, chunks=2))
         server.backend.send_text(chunk(submit, 1, [2], 1, "b", Finish.LENGTH, cached=2))
         return connection.read_response(), submit
 
