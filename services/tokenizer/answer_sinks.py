@@ -10,10 +10,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
-from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, AnswerFormat, TokenLogprobs
+from services.tokenizer.answer_parts import (
+    AnswerDelta,
+    AnswerEnd,
+    AnswerFormat,
+    Part,
+    TokenLogprobs,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from services.tokenizer.api_error import ApiError, internal_error
 from services.tokenizer.journal import AnswerNews, Ending
 from services.tokenizer.pending_answer import PendingAnswer
@@ -85,11 +93,10 @@ class EventOutput(Protocol):
         """Ends the connection at once."""
 
 
-def _no_usage() -> Mapping[str, object]:
-    return {}
+Told: TypeAlias = Callable[[], Mapping[str, object] | None]
 
 
-def _no_timings() -> Mapping[str, object] | None:
+def _nothing() -> Mapping[str, object] | None:
     return None
 
 
@@ -101,11 +108,13 @@ class StreamOptions:
         usage: The usage so far.
         timings: The timings at the end; None for none.
         has_continuous_usage: Whether every delta has the usage so far.
+        event_id: What the ids of events begin with; "" for no `id:` lines.
     """
 
-    usage: Callable[[], Mapping[str, object]] = field(default=_no_usage)
-    timings: Callable[[], Mapping[str, object] | None] = field(default=_no_timings)
+    usage: Told = _nothing
+    timings: Told = _nothing
     has_continuous_usage: bool = False
+    event_id: str = ""
 
 
 class EventStream:
@@ -132,6 +141,7 @@ class EventStream:
         self._touched = {choice: None for choice, answer in enumerate(answers) if answer.opening is not None}
         self._num_open = len(answers)
         self._num_pending = 0
+        self._num_shown = [0] * len(answers)
         self._output: EventOutput | None = None
         self._last_write_s = 0.0
 
@@ -206,22 +216,48 @@ class EventStream:
             opening, answer.opening = answer.opening, None
             events = self._format.delta(choice, opening)
         ending = self._endings.pop(choice, None) if self._endings else None
-        usage = self.options.usage() if self.options.has_continuous_usage else None
+        options = self.options
+        usage = options.usage() if options.has_continuous_usage else None
         delta = answer.take(usage) if ending is None else answer.take_last(usage)
         if delta is not None:
             events += self._format.delta(choice, delta)
         if ending is not None:
             is_last = not self._num_open and not self._endings
-            timings = self.options.timings() if is_last else None
-            events += self._format.finish(choice, answer.take_end(ending, timings))
+            timings = options.timings() if is_last else None
+            events += self._format.finish(choice, answer.take_end(ending, timings, usage))
+        if options.event_id and events:
+            if delta is not None:
+                self._num_shown[choice] += num_shown(delta)
+            return with_event_id(events, f"{options.event_id}/{'-'.join(map(str, self._num_shown))}")
         return events
 
     def _ending(self) -> bytes:
         if self.failure is not None:
             return self._format.error(self.failure)
-        return self._format.ending(self.options.usage())
+        return self._format.ending(self.options.usage() or {})
 
     def _write(self, data: bytes) -> None:
         if data and self._output is not None:
             self._output.write(data)
             self._last_write_s = time.monotonic()
+
+
+def num_shown(delta: AnswerDelta) -> int:
+    """How far a delta takes an answer on, however it is cut: characters of its parts, and one for each call begun."""
+    return sum(_num_characters(part) for part in delta.parts)
+
+
+def _num_characters(part: Part) -> int:
+    match part:
+        case ToolCallStart():
+            return 1
+        case ToolCallArguments(_, fragment):
+            return len(fragment)
+        case _:
+            return len(part.text)
+
+
+def with_event_id(events: bytes, event_id: str) -> bytes:
+    """The same events; the last of them has the id, so that a stream cut between them repeats rather than loses."""
+    start = events.rfind(b"\n\n", 0, -2) + 2 if b"\n\n" in events[:-2] else 0
+    return b"%bid: %b\n%b" % (events[:start], event_id.encode(), events[start:])

@@ -4,44 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, Text
+from services.tokenizer.answer_parts import NOTHING, AnswerDelta, AnswerEnd, Text, TokenLogprobs
 from services.tokenizer.api_error import ApiError
 from services.tokenizer.chat_words import CHAT_WORDS, ChatWords
-from services.tokenizer.openai_chunks import AnswerHead, ChunkFrame, body_of
-from services.tokenizer.sse import DONE, KEEP_ALIVE, error_event, json_line, json_string
+from services.tokenizer.logprob_forms import TokenDisplay
+from services.tokenizer.openai_chunks import (
+    AnswerHead,
+    ChunkFrame,
+    body_of,
+    ids_of,
+    logprobs_of,
+    prompt_logprobs_of,
+    timings_beside,
+)
+from services.tokenizer.sse import DONE, KEEP_ALIVE, error_event, json_string
+from services.wire.messages import NO_LOGPROBS
 
 
 class ChatFormat:
     """One request's answers in OpenAI's chat form."""
 
-    __slots__ = ("_frame", "_head", "_prefixes", "_suffix", "_words")
+    __slots__ = ("_display", "_frame", "_head", "_prefixes", "_suffix", "_words")
 
-    def __init__(self, head: AnswerHead, num_answers: int, words: ChatWords = CHAT_WORDS) -> None:
+    def __init__(
+        self, head: AnswerHead, num_answers: int, words: ChatWords = CHAT_WORDS, display: TokenDisplay | None = None
+    ) -> None:
+        """`display` is None for answers that show nothing of their tokens, which are then made of prepared bytes."""
         self._head = head
         self._words = words
+        self._display = display
         self._frame = ChunkFrame(head, "chat.completion.chunk")
-        self._prefixes = [self._start(choice) + b'{"content":' for choice in range(num_answers)]
+        before = b'%b,"choices":[{"index":%d,"delta":{"content":'
+        self._prefixes = [before % (self._frame.start, choice) for choice in range(num_answers)]
         self._suffix = b'},"logprobs":null,"finish_reason":null}]' + self._frame.tail
 
     def opening(self, choice: int) -> bytes:
         """The first chunk, which says the role."""
-        return self._chunk(choice, b'{"role":"assistant","content":""}')
+        beside = self._prompt_ids() if choice == 0 else {}
+        return self._chunk(choice, {"role": "assistant", "content": ""}, NOTHING, beside=beside)
 
     def delta(self, choice: int, delta: AnswerDelta) -> bytes:
         """A chunk for each part; ids and probabilities are in the last one."""
         parts = delta.parts
-        if len(parts) == 1 and type(parts[0]) is Text and not delta.token_ids and not delta.logprobs:  # nearly always
-            return self.text(choice, parts[0].text)
-        return b"".join(self._chunk(choice, json_line(self._words.delta_of(part))) for part in parts)
+        if self._display is None and delta.usage is None and len(parts) == 1 and type(parts[0]) is Text:
+            return self._prefixes[choice] + json_string(parts[0].text) + self._suffix
+        return self.spelled_out(choice, delta)
 
-    def text(self, choice: int, text: str) -> bytes:
-        """A chunk of nothing but text, made of bytes that were prepared."""
-        return self._prefixes[choice] + json_string(text) + self._suffix
+    def spelled_out(self, choice: int, delta: AnswerDelta) -> bytes:
+        """The same as `delta`, for everything that may be in one."""
+        deltas = [self._words.delta_of(part) for part in delta.parts]
+        beside = self._prompt_logprobs(delta.prompt_logprobs) if choice == 0 else {}
+        if not deltas:
+            return self._chunk(choice, {}, delta, beside=beside) if beside else b""
+        chunks = [self._chunk(choice, part, NOTHING) for part in deltas[:-1]]
+        return b"".join((*chunks, self._chunk(choice, deltas[-1], delta, beside=beside)))
 
     def finish(self, choice: int, end: AnswerEnd) -> bytes:
         """The last chunk of an answer: no text, the reason."""
-        reason = b'"%b"' % self._words.reason_of(end).encode()
-        return self._chunk(choice, b"{}", reason, self._frame.tail_with(None, end.timings))
+        return self._chunk(choice, {}, end.rest, end)
 
     def ending(self, usage: Mapping[str, object]) -> bytes:
         """The usage chunk if it is wanted, and [DONE]."""
@@ -59,20 +79,51 @@ class ChatFormat:
         self, answers: Sequence[Sequence[AnswerDelta]], ends: Sequence[AnswerEnd], usage: Mapping[str, object]
     ) -> bytes:
         """The body of an answer that is not streamed."""
-        choices: list[dict[str, object]] = [
-            {
-                "index": index,
-                "message": self._words.message_of(part for delta in deltas for part in delta.parts),
-                "logprobs": None,
-                "finish_reason": self._words.reason_of(end),
-            }
-            for index, (deltas, end) in enumerate(zip(answers, ends, strict=True))
-        ]
-        return body_of(self._head, "chat.completion", choices, usage)
+        choices = [self._whole(*answer) for answer in zip(range(len(ends)), answers, ends, strict=True)]
+        beside = self._prompt_logprobs(prompt_logprobs_of(answers[0])) | self._prompt_ids() | timings_beside(ends)
+        return body_of(self._head.opening("chat.completion"), choices, usage, beside)
 
-    def _start(self, choice: int) -> bytes:
-        return b'%b,"choices":[{"index":%d,"delta":' % (self._frame.start, choice)
+    def _whole(self, index: int, deltas: Sequence[AnswerDelta], end: AnswerEnd) -> dict[str, object]:
+        choice: dict[str, object] = {
+            "index": index,
+            "message": self._words.message_of(part for delta in deltas for part in delta.parts),
+            "logprobs": None,
+            "finish_reason": self._words.reason_of(end),
+            "stop_reason": end.stop,
+        }
+        display = self._display
+        if display is not None and display.num_logprobs != NO_LOGPROBS:
+            choice["logprobs"] = display.chat_logprobs(logprobs_of(deltas, end))
+        if display is not None and display.shows_ids:
+            choice["token_ids"] = ids_of(deltas, end)
+        return choice
 
-    def _chunk(self, choice: int, delta: bytes, reason: bytes = b"null", tail: bytes = b"") -> bytes:
-        end = tail or self._frame.tail
-        return b'%b%b,"logprobs":null,"finish_reason":%b}]%b' % (self._start(choice), delta, reason, end)
+    def _chunk(
+        self,
+        choice: int,
+        fields: Mapping[str, object],
+        delta: AnswerDelta,
+        end: AnswerEnd | None = None,
+        beside: Mapping[str, object] | None = None,
+    ) -> bytes:
+        """A chunk with the ids and probabilities of a delta."""
+        display = self._display
+        said: dict[str, object] = {"index": choice, "delta": fields, "logprobs": None, "finish_reason": None}
+        if display is not None and delta.logprobs:
+            said["logprobs"] = display.chat_logprobs(delta.logprobs)
+        if end is not None:
+            said |= {"finish_reason": self._words.reason_of(end), "stop_reason": end.stop}
+        if display is not None and display.shows_ids:
+            said["token_ids"] = list(delta.token_ids)
+        tail = self._frame.tail_with(delta.usage, None if end is None else end.timings)
+        return self._frame.chunk(said, beside or {}, tail)
+
+    def _prompt_ids(self) -> dict[str, object]:
+        display = self._display
+        return {"prompt_token_ids": list(display.prompts[0])} if display is not None and display.shows_ids else {}
+
+    def _prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, object]:
+        display = self._display
+        if display is None or display.num_prompt_logprobs == NO_LOGPROBS or not entries:
+            return {}
+        return {"prompt_logprobs": display.prompt_logprobs(entries)}

@@ -17,6 +17,7 @@ from services.tokenizer.chat_words import CHAT_WORDS, LEGACY_CHAT_WORDS
 from services.tokenizer.completion_format import CompletionFormat
 from services.tokenizer.generation import Generation, GenerationCall
 from services.tokenizer.http_body import read_json_body
+from services.tokenizer.logprob_forms import display_of
 from services.tokenizer.openai_chunks import AnswerHead
 from services.tokenizer.openai_schema import parse_completion
 from services.tokenizer.prompts import PromptMaker
@@ -34,6 +35,7 @@ class Completions:
         self._settings = settings
         self._model = model
         self._prompts = prompts
+        self._texts = prompts.texts
         self._chats = chats
         self._generation = generation
 
@@ -52,7 +54,7 @@ class Completions:
             GenerationCall(
                 request=request,
                 wanted=chat.wanted,
-                format=ChatFormat(head, chat.wanted.num_answers, words),
+                format=ChatFormat(head, chat.wanted.num_answers, words, display_of(chat.wanted, self._texts)),
                 is_streamed=bool(chat.body.stream),
                 headers=answer_headers(head.answer_id, chat.ignored),
                 received_s=received_s,
@@ -79,7 +81,7 @@ class Completions:
             GenerationCall(
                 request=request,
                 wanted=wanted,
-                format=CompletionFormat(head, wanted.num_answers),
+                format=CompletionFormat(head, wanted.num_answers, display_of(wanted, self._texts)),
                 is_streamed=bool(body.stream),
                 headers=answer_headers(head.answer_id, ignored),
                 received_s=received_s,
@@ -88,7 +90,8 @@ class Completions:
 
     def _head(self, kind: str, wanted: AnswersWanted) -> AnswerHead:
         answer_id = f"{kind}-{wanted.request_id.hex()}"
-        return AnswerHead(answer_id, int(time.time()), self._model.name, wanted.body.wants_usage_chunk)
+        has_usage_chunk = wanted.body.wants_usage_chunk
+        return AnswerHead(answer_id, int(time.time()), self._model.name, has_usage_chunk, self._model.fingerprint)
 
 
 def answer_headers(answer_id: str, ignored: Ignored) -> Mapping[str, str]:

@@ -11,7 +11,7 @@ Nothing of an answer is written before every choice was admitted: a refusal is a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from aiohttp import HttpVersion11, web
@@ -23,15 +23,17 @@ from services.tokenizer.api_error import ApiError, Code
 from services.tokenizer.http_connection import SERVER_NAME, ChunkedOutput, ClientConnection
 from services.tokenizer.instruments import HttpStatistics
 from services.tokenizer.logit_rules import RuleMaker, bias_of_ids
+from services.tokenizer.open_request import OpenRequest
 from services.tokenizer.pending_answer import PendingAnswer
 from services.tokenizer.request_limits import ServedModel, check_token_ids
 from services.tokenizer.request_record import present_record
 from services.tokenizer.sampling_body import SamplingBody
 from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.sse import EVENT_STREAM_HEADERS
-from services.tokenizer.stream_table import OpenRequest
 from services.tokenizer.submission import AnswersWanted, Asker, build_submits
+from services.tokenizer.timings import timings_of
 from services.tokenizer.usage import usage_of
+from services.wire.messages import NO_LOGPROBS
 
 
 @dataclass(frozen=True)
@@ -152,13 +154,14 @@ class Generation:
             await answers.done
         finally:
             self._link.close_request(opened)
-        deltas, ends = answers.take()
-        return FinishedAnswers(deltas, ends, self._usage(opened, wanted)())
+        timings = timings_of(opened, wanted.body.num_choices) if wanted.body.wants_timings else None
+        deltas, ends = answers.take(timings)
+        return FinishedAnswers(deltas, ends, usage_of(opened.entries, wanted.body.num_choices))
 
     async def _stream(self, call: GenerationCall) -> web.StreamResponse:
         events = EventStream(call.format, _pending(call.wanted, call.parsers))
         opened = await self._open(call.wanted, events, call.received_s)
-        events.options = StreamOptions(usage=self._usage(opened, call.wanted))
+        events.options = _options(call, opened)
         try:
             await opened.admission
             if events.failure is not None:  # nothing is written yet: it can still be a status
@@ -179,9 +182,6 @@ class Generation:
         opened = self._link.submit(build_submits(wanted, self._model, asker), sink, received_s)
         record.opened(opened)
         return opened
-
-    def _usage(self, opened: OpenRequest, wanted: AnswersWanted) -> Callable[[], Mapping[str, object]]:
-        return lambda: usage_of(opened.entries, wanted.body.num_choices)
 
     async def _write_events(self, call: GenerationCall, events: EventStream) -> web.StreamResponse:
         """Hands the connection to the stream; its chunks are written by the loop that receives them."""
@@ -211,9 +211,29 @@ def model_not_found(name: str) -> ApiError:
 
 def _pending(wanted: AnswersWanted, parsers: ParserFactory | None) -> list[PendingAnswer]:
     """One for each answer, in their order."""
-    stop_ids = frozenset(wanted.body.stop_token_ids or ())
+    body = wanted.body
+    stop_ids = frozenset(body.stop_token_ids or ())
     return [
-        PendingAnswer(prompt.text, parsers() if parsers is not None else None, stop_ids=stop_ids)
+        PendingAnswer(
+            prompt.text,
+            None if parsers is None else parsers(),
+            stop_ids=stop_ids,
+            keeps_ids=bool(body.return_token_ids),
+            awaits_prompt=prompt.asks.num_logprobs != NO_LOGPROBS,
+            echoes_logprobs=bool(prompt.text) and wanted.num_answer_logprobs != NO_LOGPROBS,
+        )
         for prompt in wanted.prompts
-        for _ in range(wanted.body.num_choices)
+        for _ in range(body.num_choices)
     ]
+
+
+def _options(call: GenerationCall, opened: OpenRequest) -> StreamOptions:
+    """What a stream tells beside its answers."""
+    body = call.wanted.body
+    has_ids = body.wants_event_ids or "Last-Event-ID" in call.request.headers
+    return StreamOptions(
+        usage=lambda: usage_of(opened.entries, body.num_choices),
+        timings=(lambda: timings_of(opened, body.num_choices)) if body.wants_timings else lambda: None,
+        has_continuous_usage=body.wants_continuous_usage,
+        event_id=call.wanted.request_id.hex() if has_ids else "",
+    )

@@ -18,9 +18,11 @@ from itertools import repeat
 from typing import NamedTuple
 
 from services.tokenizer.answer_parts import TokenLogprobs
-from services.wire.columns import split_by_counts, unpack_float32, unpack_int32, unpack_request_ids
+from services.tokenizer.prompt_pieces import PromptPieces
+from services.tokenizer.token_logprobs import token_logprobs
+from services.wire.columns import split_by_counts, unpack_int32, unpack_request_ids
 from services.wire.errors import ProtocolError
-from services.wire.messages import Finish, Submit, TextChunks
+from services.wire.messages import PLAIN_PROMPT, Finish, Submit, TextChunks
 
 _FINISHES = tuple(Finish)
 _BAD_ENDS = frozenset(Finish) - {Finish.NONE, Finish.STOP_TOKEN, Finish.LENGTH, Finish.STOP_STRING}
@@ -98,19 +100,6 @@ def _logprobs_of(chunks: TextChunks, counts: list[int]) -> Iterable[Sequence[Tok
     return rows
 
 
-def token_logprobs(counts: bytes, token_ids: bytes, logprobs: bytes) -> list[TokenLogprobs | None]:
-    """Columns of log-probabilities, cut: the token's own first, then the likeliest; None where a count is 0."""
-    ids, values = unpack_int32(token_ids), unpack_float32(logprobs)
-    found: list[TokenLogprobs | None] = []
-    start = 0
-    for count in unpack_int32(counts):
-        end = start + count
-        top = tuple(zip(ids[start + 1 : end], values[start + 1 : end], strict=True))
-        found.append(TokenLogprobs(ids[start], values[start], top) if count else None)
-        start = end
-    return found
-
-
 class JournalEntry:
     """One answer from Submit to its end."""
 
@@ -124,6 +113,7 @@ class JournalEntry:
         "next_index",
         "next_text_offset",
         "output_token_ids",
+        "pieces",
         "stop",
         "submit",
     )
@@ -138,6 +128,8 @@ class JournalEntry:
         self.completion_tokens = 0
         """What usage reports; known at the end."""
         self.cached_tokens = 0
+        self.pieces = None if submit.prompt == PLAIN_PROMPT else PromptPieces(submit)
+        """What was asked of the prompt itself; siblings share those of the first answer."""
         self.stop = ""
         """The stop string that ended it."""
         self.first_token_s = 0.0
@@ -150,12 +142,20 @@ class JournalEntry:
         return self.submit.request_id
 
     @property
+    def misses_pieces(self) -> bool:
+        """Whether something of the prompt is still to come: the answer cannot end before it is there."""
+        return self.pieces is not None and not self.pieces.are_complete
+
+    @property
     def ending(self) -> Ending:
         """How it ended, once it has."""
+        stop: str | int | None = None
         if self.finish is Finish.STOP_STRING:
-            return Ending(self.finish, self.stop, cached_tokens=self.cached_tokens)
-        stop = self.output_token_ids[-1] if self.finish is Finish.STOP_TOKEN else None
-        return Ending(self.finish, stop, cached_tokens=self.cached_tokens)
+            stop = self.stop
+        elif self.finish is Finish.STOP_TOKEN:
+            stop = self.output_token_ids[-1]
+        embedding = b"" if self.pieces is None else self.pieces.embedding
+        return Ending(self.finish, stop, embedding, self.cached_tokens)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -6,10 +6,10 @@ JSON string, and a suffix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.tokenizer.answer_parts import AnswerEnd
+from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, TokenLogprobs
 from services.tokenizer.sse import DONE, json_line
 from services.wire.messages import Finish
 
@@ -24,6 +24,19 @@ class AnswerHead:
     created: int
     model: str
     has_usage_chunk: bool = False
+    fingerprint: str = ""
+
+    def opening(self, kind: str) -> dict[str, object]:
+        """The first fields of every chunk and body; `kind` is its `object`."""
+        fields: dict[str, object] = {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
+        if self.fingerprint:
+            fields["system_fingerprint"] = self.fingerprint
+        return fields
 
 
 class ChunkFrame:
@@ -35,9 +48,13 @@ class ChunkFrame:
         """`kind` is the `object` of a chunk."""
         self._head = head
         self._timings: Mapping[str, object] | None = None
-        opening = {"id": head.answer_id, "object": kind, "created": head.created, "model": head.model}
-        self.start = b"data: " + json_line(opening)[:-1]
+        self.start = b"data: " + json_line(head.opening(kind))[:-1]
         self.tail = (b',"usage":null' if head.has_usage_chunk else b"") + _END
+
+    def chunk(self, choice: Mapping[str, object], beside: Mapping[str, object], tail: bytes = b"") -> bytes:
+        """A chunk of one choice, spelled out; `beside` are fields next to the choices."""
+        told = b"," + json_line(beside)[1:-1] if beside else b""
+        return b'%b,"choices":[%b]%b%b' % (self.start, json_line(choice), told, tail or self.tail)
 
     def tail_with(self, usage: Mapping[str, object] | None, timings: Mapping[str, object] | None = None) -> bytes:
         """The end of a chunk that tells the usage so far, or the timings unless a usage chunk will."""
@@ -65,15 +82,32 @@ def finish_reason(end: AnswerEnd) -> str:
     return "tool_calls" if end.has_tool_calls else "stop"
 
 
-def body_of(head: AnswerHead, kind: str, choices: list[dict[str, object]], usage: Mapping[str, object]) -> bytes:
-    """A whole answer; `kind` is its `object`."""
-    return json_line(
-        {
-            "id": head.answer_id,
-            "object": kind,
-            "created": head.created,
-            "model": head.model,
-            "choices": choices,
-            "usage": usage,
-        }
-    )
+def body_of(
+    opening: Mapping[str, object],
+    choices: list[dict[str, object]],
+    usage: Mapping[str, object],
+    beside: Mapping[str, object],
+) -> bytes:
+    """A whole answer: the head's opening, the choices, the usage, and fields next to these."""
+    return json_line({**opening, "choices": choices, "usage": usage, **beside})
+
+
+def timings_beside(ends: Sequence[AnswerEnd]) -> dict[str, object]:
+    """The timings of a request as a field of its body, if there are any."""
+    timings = ends[-1].timings
+    return {} if timings is None else {"timings": timings}
+
+
+def ids_of(deltas: Iterable[AnswerDelta], end: AnswerEnd) -> list[int]:
+    """All ids of an answer."""
+    return [token_id for delta in (*deltas, end.rest) for token_id in delta.token_ids]
+
+
+def logprobs_of(deltas: Iterable[AnswerDelta], end: AnswerEnd) -> list[TokenLogprobs]:
+    """The log-probabilities of all ids of an answer."""
+    return [entry for delta in (*deltas, end.rest) for entry in delta.logprobs]
+
+
+def prompt_logprobs_of(deltas: Iterable[AnswerDelta]) -> Sequence[TokenLogprobs]:
+    """Those of its prompt; empty if nobody asked."""
+    return next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), ())

@@ -103,12 +103,22 @@ class PendingAnswer:
         self._texts.clear()
         return self._delta([*(self._parser.feed(text) if text else ()), *self._parser.finish()], usage)
 
-    def take_end(self, ending: Ending, timings: Mapping[str, object] | None = None) -> AnswerEnd:
+    def take_end(
+        self,
+        ending: Ending,
+        timings: Mapping[str, object] | None = None,
+        usage: Mapping[str, object] | None = None,
+    ) -> AnswerEnd:
         """The end, after `take_last`, with what no part was left to show."""
-        rest = AnswerDelta((), self._token_ids, self._logprobs) if self._token_ids or self._logprobs else NOTHING
-        stop = ending.stop if isinstance(ending.stop, str) or ending.stop in self._stop_ids else None
+        has_rest = self._token_ids or self._logprobs or usage is not None
         return AnswerEnd(
-            ending.finish, self._has_tool_calls, stop, rest, ending.embedding, timings, ending.cached_tokens
+            finish=ending.finish,
+            has_tool_calls=self._has_tool_calls,
+            stop=ending.stop if isinstance(ending.stop, str) or ending.stop in self._stop_ids else None,
+            rest=AnswerDelta((), self._token_ids, self._logprobs, (), usage) if has_rest else NOTHING,
+            embedding=ending.embedding,
+            timings=timings,
+            cached_tokens=ending.cached_tokens,
         )
 
     def _delta(self, parts: Sequence[Part], usage: Mapping[str, object] | None) -> AnswerDelta | None:

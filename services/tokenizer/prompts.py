@@ -39,6 +39,8 @@ class PromptMaker:
         self._model = model
         self._encoder = encoder
         self._view = view
+        self.texts = encoder.texts
+        """The way back, token by token."""
 
     @property
     def dialect(self) -> Dialect:
@@ -124,7 +126,7 @@ class PromptMaker:
         kept = truncated(token_ids, body, self._view.max_total_tokens, self._model)
         echo = ""
         if body.has_echo:
-            echo = text if text and len(kept) == len(token_ids) else self._encoder.texts.decode(kept)
+            echo = text if text and len(kept) == len(token_ids) else self.texts.decode(kept)
         return replace(
             self.fitting(kept, wanted, param, echo), asks=PromptParams(num_logprobs=body.num_prompt_logprobs)
         )

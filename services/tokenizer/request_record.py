@@ -16,7 +16,7 @@ from aiohttp import web
 
 from services.runtime.logs import request_of_task
 from services.tokenizer.journal import JournalEntry
-from services.tokenizer.stream_table import OpenRequest
+from services.tokenizer.open_request import OpenRequest
 from services.wire.messages import Finish, HopReport, Role
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")

@@ -110,6 +110,16 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def wants_event_ids(self) -> bool:
+        """Whether the events of a stream have ids."""
+        return self.stream_options is not None and bool(self.stream_options.include_event_ids)
+
+    @property
+    def wants_timings(self) -> bool:
+        """Whether the last chunk or the body tells how long each step took; it does unless the client says no."""
+        return self.timings is not False
+
+    @property
     def wants_continuous_usage(self) -> bool:
         """Whether every chunk of a stream has the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)

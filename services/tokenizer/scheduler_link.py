@@ -18,14 +18,17 @@ from services.runtime.service import Process
 from services.tokenizer.api_error import ApiError, Code, internal_error, unavailable
 from services.tokenizer.backend_view import BackendView
 from services.tokenizer.control_calls import ControlCalls
-from services.tokenizer.stream_table import AnswerSink, OpenRequest, StreamTable
+from services.tokenizer.open_request import AnswerSink, OpenRequest
+from services.tokenizer.stream_table import StreamTable
 from services.wire.endpoints import parse_routing_id
 from services.wire.errors import ProtocolError
 from services.wire.messages import (
     Admitted,
     ControlDone,
+    Embedding,
     HopReport,
     Load,
+    PromptLogprobs,
     Refused,
     Role,
     State,
@@ -155,6 +158,9 @@ class SchedulerLink:
             return
         now_s = time.monotonic()
         self.table.take(chunks, now_s)
+        self._acknowledge_soon(now_s)
+
+    def _acknowledge_soon(self, now_s: float) -> None:
         if self.table.owes_acknowledgement:
             self._acknowledge_s = min(self._acknowledge_s, now_s + ACKNOWLEDGE_AFTER_S)
 
@@ -182,6 +188,9 @@ class SchedulerLink:
                 self.view.take_load(item, now_s)
             case Telemetry():
                 self.view.take_telemetry(item, now_s)
+            case PromptLogprobs() | Embedding():
+                self.table.take_piece(item, now_s)
+                self._acknowledge_soon(now_s)
             case ControlDone():
                 self.control.take(item)
             case _:

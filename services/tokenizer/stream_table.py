@@ -8,27 +8,26 @@ It must never let one answer's fault touch another: a row that raises ends its o
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from services.runtime.histogram import Histogram
-from services.tokenizer.answer_parts import TokenLogprobs
+from services.runtime.logs import about
 from services.tokenizer.api_error import ApiError, finish_error, internal_error, refusal_error
-from services.tokenizer.journal import AnswerNews, ChunkRow, Ending, GapError, JournalEntry, chunk_rows
+from services.tokenizer.journal import ChunkRow, GapError, JournalEntry, chunk_rows
+from services.tokenizer.open_request import AnswerSink, OpenRequest
+from services.tokenizer.prompt_pieces import PieceGapError, PromptPieces
 from services.wire.columns import pack_int32, pack_request_ids
 from services.wire.messages import (
     Abort,
     Acknowledge,
     Admitted,
+    Embedding,
     Finish,
-    HopReport,
+    PromptLogprobs,
     Refused,
     Resend,
-    Role,
     Submit,
     TextChunks,
 )
@@ -38,28 +37,6 @@ MAX_RESENDS = 10
 _LATENCY_BOUNDS_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 logger = logging.getLogger(__name__)
-
-
-class AnswerSink(Protocol):
-    """Where the answers of a request go. Every call returns at once."""
-
-    def add(self, choice: int, news: AnswerNews) -> None:
-        """More of one answer."""
-
-    def set_prompt(self, choice: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """The log-probabilities of an answer's prompt, one for each of its tokens."""
-
-    def end(self, choice: int, ending: Ending) -> None:
-        """One answer is complete: STOP_TOKEN, STOP_STRING or LENGTH."""
-
-    def fail(self, error: ApiError) -> None:
-        """The request cannot be completed; may come more than once, the first counts."""
-
-    def flush(self) -> None:
-        """The batch is over: hand on what came."""
-
-    def keep_alive(self, now_s: float) -> None:
-        """Called about once a second: a chance to say that the server is still there."""
 
 
 @dataclass
@@ -73,39 +50,6 @@ class TableCounters:
     late_rows: int = 0
     gaps: int = 0
     refused_messages: int = 0
-
-
-class OpenRequest:
-    """One HTTP request (or probe) and its answers."""
-
-    __slots__ = ("admission", "admitted_s", "entries", "received_s", "reports", "sink", "submitted_s", "unadmitted")
-
-    def __init__(self, entries: list[JournalEntry], sink: AnswerSink, received_s: float) -> None:
-        self.entries = entries
-        self.sink = sink
-        self.received_s = received_s
-        self.submitted_s = time.monotonic()
-        self.admitted_s = 0.0
-        """When the last answer was admitted; 0 before."""
-        self.reports: dict[Role, HopReport] = {}
-        """What other processes told of its answers so far; the last word of each kind of process."""
-        self.unadmitted = {entry.request_id for entry in entries}
-        self.admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when every answer was admitted; an ApiError when one was refused or the request failed before that."""
-
-    def admit(self, request_id: bytes) -> None:
-        """One answer was taken by the scheduler."""
-        self.unadmitted.discard(request_id)
-        if not self.unadmitted and not self.admission.done():
-            self.admitted_s = time.monotonic()
-            self.admission.set_result(None)
-
-    def fail(self, error: ApiError) -> None:
-        """Ends the request; its owner closes it."""
-        if not self.admission.done():
-            self.admission.set_exception(error)
-            self.admission.exception()  # whoever waits gets it; nobody may be waiting any more
-        self.sink.fail(error)
 
 
 class _OpenAnswer:
@@ -151,6 +95,9 @@ class StreamTable:
     def open(self, submits: Sequence[Submit], sink: AnswerSink, received_s: float) -> OpenRequest:
         """Journals a request; the caller sends the submits, and calls `close` whatever happens."""
         entries = [JournalEntry(submit) for submit in submits]
+        pieces = {entry.request_id: entry.pieces for entry in entries}
+        for entry in entries:
+            entry.pieces = pieces[entry.submit.group_id]
         request = OpenRequest(entries, sink, received_s)
         for choice, entry in enumerate(entries):
             self._answers[entry.request_id] = _OpenAnswer(entry, request, choice)
@@ -210,24 +157,37 @@ class StreamTable:
                 continue
             except Exception:
                 error = internal_error()
-                logger.exception("answer %s: %s", row.request_id.hex(), error.message)
+                logger.exception("an answer breaks off: %s", error.message, extra=about(row.request_id))
                 answer.request.fail(error)
             touched[answer.request.sink] = None
         for sink in touched:
             sink.flush()
+
+    def take_piece(self, message: PromptLogprobs | Embedding, now_s: float) -> None:
+        """Takes what was asked of a prompt itself; a fault in it ends its own request."""
+        try:
+            self._take_piece(message, now_s)
+        except Exception:
+            error = internal_error()
+            logger.exception("%s", error.message, extra=about(message.request_id))
+            if message.request_id in self._answers:
+                self._answers[message.request_id].request.fail(error)
 
     def take_acknowledgement(self) -> Acknowledge | None:
         """The cumulative acknowledgement of all that came since the last one."""
         if not self._unacknowledged:
             return None
         entries = self._unacknowledged.values()
-        message = Acknowledge(
-            pack_request_ids(self._unacknowledged),
+        held = {entry.request_id: entry for entry in entries if entry.misses_pieces}  # or nobody could send these again
+        entries = [entry for entry in entries if not entry.misses_pieces]
+        self._unacknowledged = held
+        if not entries:
+            return None
+        return Acknowledge(
+            pack_request_ids(entry.request_id for entry in entries),
             pack_int32(entry.attempt for entry in entries),
             pack_int32(entry.next_index for entry in entries),
         )
-        self._unacknowledged = {}
-        return message
 
     def take_resend(self, now_s: float) -> Resend | None:
         """The request for what is missing; each answer is asked for at most once in RESEND_AGAIN_S.
@@ -240,7 +200,7 @@ class StreamTable:
             answer.num_asks += 1
             if answer.num_asks > MAX_RESENDS:
                 error = internal_error()
-                logger.error("answer %s stays incomplete: %s", answer.entry.request_id.hex(), error.message)
+                logger.error("an answer stays incomplete: %s", error.message, extra=about(answer.entry.request_id))
                 answer.request.fail(error)
         if not due:
             return None
@@ -261,22 +221,66 @@ class StreamTable:
             self._count_tokens(answer, entry.next_index - first_new_index, now_s)
         request.sink.add(answer.choice, news)
         if entry.finish is not Finish.NONE:
-            self._end(answer)
+            self._end(answer, now_s)
 
-    def _end(self, answer: _OpenAnswer) -> None:
+    def _end(self, answer: _OpenAnswer, now_s: float) -> None:
         entry, request = answer.entry, answer.request
         error = finish_error(entry.finish)
-        if error is None:
+        if error is None and entry.misses_pieces:
+            self._await_pieces(entry, now_s)
+        elif error is None:
+            if not entry.next_index:
+                self._unacknowledged[entry.request_id] = entry  # no id says that this answer has arrived
             request.sink.end(answer.choice, entry.ending)
         else:
-            logger.error("answer %s ended with %s: %s", entry.request_id.hex(), entry.finish.name, error.message)
+            logger.error("an answer ended with %s: %s", entry.finish.name, error.message, extra=about(entry.request_id))
             request.fail(error)
+
+    def _await_pieces(self, entry: JournalEntry, now_s: float) -> None:
+        """They travel by another way and may be behind the end of the answer: time enough before they are asked for."""
+        if entry.pieces is not None:
+            source = self._answers[entry.pieces.request_id]
+            source.asked_s = now_s
+            self._gapped[entry.pieces.request_id] = source
+
+    def _take_piece(self, message: PromptLogprobs | Embedding, now_s: float) -> None:
+        answer = self._answers.get(message.request_id)
+        if answer is None or answer.entry.attempt != message.attempt or answer.entry.pieces is None:
+            self.counters.late_rows += 1
+            return
+        pieces = answer.entry.pieces
+        try:
+            if isinstance(message, Embedding):
+                is_new = pieces.take_embedding(message)
+            else:
+                is_new = pieces.take_logprobs(message)
+        except PieceGapError:
+            self.counters.gaps += 1
+            self._gapped[message.request_id] = answer
+            return
+        if not is_new:
+            self.counters.old_rows += 1
+        elif pieces.are_complete:
+            self._gapped.pop(message.request_id, None)
+            self._hand_on(answer.request, pieces, now_s)
+
+    def _hand_on(self, request: OpenRequest, pieces: PromptPieces, now_s: float) -> None:
+        """The pieces of a prompt are complete: its answers get them, and those that waited for them end."""
+        for choice, entry in enumerate(request.entries):
+            if entry.pieces is pieces:
+                if pieces.wants_logprobs:
+                    request.sink.set_prompt(choice, pieces.logprobs)
+                if entry.finish is not Finish.NONE:
+                    self._end(self._answers[entry.request_id], now_s)
+        request.sink.flush()
 
     def _count_tokens(self, answer: _OpenAnswer, num_tokens: int, now_s: float) -> None:
         entry = answer.entry
         self.counters.generation_tokens += num_tokens
         if entry.last_token_s:
-            self.inter_token_s.observe(now_s - entry.last_token_s)
+            gap_s = now_s - entry.last_token_s
+            self.inter_token_s.observe(gap_s)
+            answer.request.gaps_s.append(gap_s)
         else:
             self.first_token_s.observe(now_s - answer.request.received_s)
             entry.first_token_s = now_s
