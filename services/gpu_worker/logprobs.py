@@ -53,6 +53,10 @@ class RowLogprobs:
     num_top: Int64s
     top: TopLogprobs
 
+    def to_host(self) -> RowLogprobs:
+        """The same with the values on the host, perhaps only once the device has come this far."""
+        return RowLogprobs(self.places, self.num_top, self.top.to_host())
+
 
 @dataclass(frozen=True, slots=True)
 class AskingRows:

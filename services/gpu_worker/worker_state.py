@@ -163,6 +163,7 @@ class WorkerState:
             return None
         return with_grammar, self._grammars.begin_masks(with_grammar.rows.tolist())
 
+    @torch.inference_mode()
     def advance(self, rows: StepRows, picks: Picks, token_ids: Int64s) -> dict[int, list[int]]:
         """Tells the grammars what their rows have picked, step after step.
 
