@@ -88,6 +88,7 @@ def test_the_tables_name_schemas_and_rows() -> None:
 
 BEFORE = """# HELP tokenway:worker_step_seconds time
 tokenway:worker_step_seconds_bucket{le="0.1",role="gpu_worker"} 10.0
+tokenway:worker_step_seconds_bucket{le="0.2",role="gpu_worker"} 10.0
 tokenway:worker_step_seconds_bucket{le="+Inf",role="gpu_worker"} 10.0
 tokenway:worker_step_seconds_sum{role="gpu_worker"} 1.0
 """
