@@ -2,6 +2,8 @@
 # make test        what every change must pass, within 8 minutes on two cores
 # make test-all    the long tests too        make device-check  the worker on a CUDA device against the CPU
 # make test-pairwise   the pipeline's settings against each other, each run held to the reference texts
+# make test-schemathesis  ten thousand requests made of /openapi.json
+# make test-clients  the real clients, installed into an environment of their own: needs a package index, npm for two
 # make test-compose  the containers, for real: needs a Docker engine
 # make lint        ruff, mypy, import rules  make format        let ruff rewrite
 # make clean       remove the environment and every cache
@@ -13,6 +15,7 @@
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS_VENV := .venv-clients
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PORT ?= 8000
@@ -22,7 +25,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help serve test test-all test-pairwise test-compose device-check lint format clean
+.PHONY: help serve test test-all test-pairwise test-schemathesis test-clients test-compose device-check lint format clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -41,6 +44,13 @@ test-pairwise: $(VENV)/.installed-test
 
 device-check: $(VENV)/.installed
 	PYTHON=$(BIN)/python bench/device_check.sh $(ARGS)
+
+test-schemathesis: $(VENV)/.installed-test
+	$(PYTEST) -m schemathesis $(ARGS)
+
+# The clients run in an environment of their own and find the server in TOKENWAY_CLIENTS_URL, which the target starts.
+test-clients: $(VENV)/.installed-test $(CLIENTS_VENV)/.installed tests/clients/npm/node_modules/.installed
+	$(BIN)/python -m tests.clients.run --python $(CLIENTS_VENV)/bin/python $(ARGS)
 
 test-compose: $(VENV)/.installed-test
 	$(PYTEST) -m compose $(ARGS)
@@ -77,6 +87,18 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/.demo-model
 	$(PIP_INSTALL) --quiet -c constraints.txt -e '.[all,test]'
 	$(PIP_INSTALL) --quiet --no-deps dashscope==2.0.2
 	@touch $@
+
+# One that does not install is named by its own test.
+$(CLIENTS_VENV)/.installed: tests/clients/requirements.txt | $(BIN)/python
+	test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	grep -v '^#' $< | while read -r package; do \
+		$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet "$$package" \
+			|| echo "$$package does not install" >&2; done
+	@touch $@
+
+tests/clients/npm/node_modules/.installed: tests/clients/npm/package.json
+	cd tests/clients/npm && npm install --no-audit --no-fund || echo "the npm clients do not install" >&2
+	@mkdir -p $(dir $@) && touch $@
 
 $(VENV)/.installed-lint: pyproject.toml constraints.txt | $(VENV)/.installed-test
 	$(PIP_INSTALL) --quiet -c constraints.txt -e '.[all,test,lint]'

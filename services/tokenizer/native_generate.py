@@ -130,7 +130,7 @@ class NativeGenerate:
                 token_ids = item
                 check_token_ids(token_ids, self._model.served, param)
             fitting = self._prompts.fitting(token_ids, wanted, param)
-            found.append(replace_asks(fitting, body))
+            found.append(asking(fitting, body))
         return found
 
     def _answers(self, body: GenerateBody, wanted: AnswersWanted) -> NativeAnswers:
@@ -148,7 +148,7 @@ class NativeGenerate:
         )
 
 
-def replace_asks(prompt: Prompt, body: GenerateBody) -> Prompt:
+def asking(prompt: Prompt, body: GenerateBody) -> Prompt:
     """The prompt, with its log-probabilities asked for if the body does."""
     start = body.logprobs_from
     if not body.wants_logprobs or start < 0:
