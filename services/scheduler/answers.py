@@ -15,7 +15,8 @@ from services.scheduler.deadlines import Deadlines
 from services.scheduler.load_report import RETRY_STARTING_S, FinishRate
 from services.scheduler.outcomes import Produced
 from services.scheduler.prompt_record import PromptPart
-from services.scheduler.request import Request
+from services.scheduler.refusals import grammar_overdue, invalid_grammar, refusal_of_end, refused
+from services.scheduler.request import Request, RequestState
 from services.scheduler.router import Record, Router
 from services.scheduler.token_batch import TokenBatch
 from services.wire.columns import pack_int32, unpack_int32, unpack_request_ids
@@ -26,13 +27,15 @@ from services.wire.messages import (
     DecodeFailed,
     DecodeOpen,
     Finish,
-    Refused,
+    GrammarCompiled,
     Resend,
     StopFound,
     Submit,
     TextChunks,
 )
 from services.wire.transport import RouterPort
+
+GRAMMAR_LIMIT_S = 10.0  # for the worker's word about a grammar; it ends a compilation itself after a few seconds
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +46,18 @@ class Answers:
     def __init__(self, router: Router, port: RouterPort) -> None:
         self.router = router
         self.rate = FinishRate()
-        self.deadlines = Deadlines()
         self.num_refused = 0
         self.last_token_s: float | None = None
         self.unreachable: set[bytes] = set()
         self._port = port
+        self._deadlines = Deadlines()
+        self._compile_deadlines = Deadlines()
         self._batches: dict[bytes, TokenBatch] = {}
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When `end_overdue` has something to do; infinity when never."""
+        return min(self._deadlines.next_s(), self._compile_deadlines.next_s())
 
     # ------------------------------------------------------------ from tokenizers
 
@@ -67,7 +76,8 @@ class Answers:
             self.router.num_stale += 1
             return
         if known is not None and known.request.attempt == submit.attempt:
-            self._send(tokenizer, Admitted(submit.request_id, submit.attempt))
+            if known.is_admitted:
+                self._send(tokenizer, Admitted(submit.request_id, submit.attempt))
             return
         if known is not None:
             self.end(known, Finish.ABORTED, now_s)
@@ -87,29 +97,17 @@ class Answers:
             fault = RequestRefusedError(500, "internal_error", f"The server failed (error {error_id}).")
             self.refuse(tokenizer, submit, fault, 0)
             return
-        self._open(record)
-        self._send(tokenizer, Admitted(submit.request_id, submit.attempt))
         if submit.deadline_ms:
-            self.deadlines.add(now_s + submit.deadline_ms / 1000, submit.request_id, submit.attempt)
-        if not record.request.is_alive:
-            self._replay(record, 0)
-            self.router.settle(record.request, now_s)
+            self._deadlines.add(now_s + submit.deadline_ms / 1000, submit.request_id, submit.attempt)
+        if record.request.state is RequestState.COMPILING:
+            self._compile_deadlines.add(now_s + GRAMMAR_LIMIT_S, submit.request_id, submit.attempt)
+        else:
+            self._admit(record, now_s)
 
     def refuse(self, tokenizer: bytes, submit: Submit, refusal: RequestRefusedError, retry_after_s: int) -> None:
         """Answers a request that is not taken."""
         self.num_refused += 1
-        self._send(
-            tokenizer,
-            Refused(
-                submit.request_id,
-                submit.attempt,
-                refusal.status,
-                refusal.code,
-                str(refusal),
-                refusal.param,
-                retry_after_s,
-            ),
-        )
+        self._send(tokenizer, refused(submit, refusal, retry_after_s))
 
     def abort(self, message: Abort, now_s: float) -> None:
         """Nobody reads these answers any more."""
@@ -155,6 +153,9 @@ class Answers:
         for record in self.router.open_records():
             if record.detokenizer == detokenizer:
                 self.router.end(record, Finish.BACKEND_LOST)
+                if not record.is_admitted:
+                    self._refuse_record(record, refusal_of_end(Finish.BACKEND_LOST), now_s)
+                    continue
                 self._settle(record, now_s)
                 self._send(record.tokenizer, _bare_end(record, Finish.BACKEND_LOST))
 
@@ -163,7 +164,7 @@ class Answers:
         attempts, indexes = unpack_int32(message.attempts), unpack_int32(message.first_indexes)
         for request_id, attempt, index in zip(unpack_request_ids(message.request_ids), attempts, indexes, strict=True):
             record = self.router.find(request_id, attempt)
-            if record is None:
+            if record is None or not record.is_admitted:
                 continue
             if from_tokenizer and record.request.prompt is not None:
                 self._tell_prompt([(record.request, part) for part in record.request.prompt.parts])
@@ -173,7 +174,19 @@ class Answers:
                 self._open(record)
             self._replay(record, first_index)
 
-    # ------------------------------------------------------------ from cores
+    # ------------------------------------------------------------ from workers and cores
+
+    def grammar_compiled(self, worker: bytes, message: GrammarCompiled, now_s: float) -> None:
+        """A grammar can be used: who waited for it is admitted. Or it cannot: they are refused."""
+        core = self.router.cores.get(worker)
+        for request in [] if core is None else core.grammar_compiled(message):
+            record = self.router.newest_attempt(request.request_id)
+            if record is None or record.request is not request:
+                continue
+            if message.problem:
+                self._refuse_record(record, invalid_grammar(message.problem), now_s)
+            else:
+                self._admit(record, now_s)
 
     def produced(self, items: list[Produced], now_s: float) -> None:
         """New tokens and ends, as a core gave them."""
@@ -182,9 +195,12 @@ class Answers:
             record = self.router.settle(request, now_s)
             if record is None:
                 continue
-            self._batch(record.detokenizer).add(request, item.first_index, item.token_ids, item.finish)
             if item.finish:
                 self.rate.count(now_s)
+                if not record.is_admitted:
+                    self._refuse_record(record, refusal_of_end(item.finish), now_s)
+                    continue
+            self._batch(record.detokenizer).add(request, item.first_index, item.token_ids, item.finish)
         if any(item.token_ids for item in items):
             self.last_token_s = now_s
 
@@ -196,16 +212,23 @@ class Answers:
     def end(self, record: Record, finish: Finish, now_s: float) -> None:
         """Ends a request from outside its core; its detokenizer is told."""
         item = self.router.end(record, finish)
-        if item is not None:
+        if item is not None and record.is_admitted:
             self._batch(record.detokenizer).add(item.request, item.first_index, [], finish)
             self._settle(record, now_s)
+        elif item is not None:
+            self._refuse_record(record, refusal_of_end(finish), now_s)
 
     def end_overdue(self, now_s: float) -> None:
-        """Ends requests whose deadline is over."""
-        for request_id, attempt in self.deadlines.pop_due(now_s):
+        """Ends requests whose deadline is over, and refuses those whose grammar nobody has compiled in time."""
+        for request_id, attempt in self._deadlines.pop_due(now_s):
             record = self.router.newest_attempt(request_id)
             if record is not None and record.request.attempt == attempt:
                 self.end(record, Finish.TIMEOUT, now_s)
+        for request_id, attempt in self._compile_deadlines.pop_due(now_s):
+            record = self.router.newest_attempt(request_id)
+            if record is not None and (record.request.attempt, record.is_admitted) == (attempt, False):
+                self.router.end(record, Finish.ABORTED)
+                self._refuse_record(record, grammar_overdue(GRAMMAR_LIMIT_S), now_s)
 
     def flush(self) -> None:
         """Sends what was produced since the last time: one message to each detokenizer."""
@@ -221,6 +244,19 @@ class Answers:
         if batch is None:
             batch = self._batches[detokenizer] = TokenBatch()
         return batch
+
+    def _admit(self, record: Record, now_s: float) -> None:
+        record.is_admitted = True
+        self._open(record)
+        self._send(record.tokenizer, Admitted(record.request.request_id, record.request.attempt))
+        if not record.request.is_alive:  # it had ended in an earlier attempt
+            self._replay(record, 0)
+            self.router.settle(record.request, now_s)
+
+    def _refuse_record(self, record: Record, refusal: RequestRefusedError, now_s: float) -> None:
+        """Refuses a request that has a record, was not admitted, and has ended."""
+        self.refuse(record.tokenizer, record.request.submit, refusal, self._retry_after_s(refusal, now_s))
+        self.router.forget(record)
 
     def _open(self, record: Record) -> None:
         submit = record.request.submit

@@ -3,8 +3,8 @@
 It owns the queues, the page ledger and the rows of its worker. It must never touch a socket, a clock, text or a tensor:
 what it does depends on the order of events alone, so a test can replay it.
 
-    submit -> HELD | WAITING -> RUNNING <-> RETRACTED        plan_step: decodes first, then prefill chunks, then
-                  any of them -> FINISHED                    admissions, all within one token budget
+    submit -> COMPILING | HELD | WAITING -> RUNNING <-> RETRACTED    plan_step: decodes first, then prefill chunks,
+                              any of them -> FINISHED                then admissions, all within one token budget
 
 Plans may be in flight while the next is made (`plans_ahead`; 0 is the reference). What a plan samples is counted as
 expected and never known before its result; a page freed after plan k may be written by plan k + 1, because the worker
@@ -13,7 +13,6 @@ runs plans in order; a row that turns out finished has its later results dropped
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 
 from services.scheduler.admission import CoreLimits, check_fits
@@ -21,12 +20,13 @@ from services.scheduler.kv_ledger import KvLedger
 from services.scheduler.outcomes import CoreCounters, Produced
 from services.scheduler.policy import RemainderEstimate
 from services.scheduler.prompt_parts import PromptParts
-from services.scheduler.queues import QueueError, RequestQueues
+from services.scheduler.queues import RequestQueues
 from services.scheduler.request import Request, RequestState
 from services.scheduler.reservations import Reservations
+from services.scheduler.rows import Rows
 from services.scheduler.step_plan import StepDraft, StepInFlight, check_cursors
 from services.scheduler.step_result import ResultError, RowResult, problem_of, rows_of
-from services.wire.messages import Finish, StepPlan, StepResult, Submit
+from services.wire.messages import CompileGrammar, Finish, GrammarCompiled, StepPlan, StepResult, Submit
 
 
 class Core:
@@ -45,8 +45,7 @@ class Core:
         self.reservations = Reservations(self.ledger, limits, RemainderEstimate())
         self._epoch = epoch
         self._queues = RequestQueues()
-        self._free_rows = list(range(limits.max_rows))  # a heap: low rows are used again first
-        self._released_rows: list[int] = []
+        self._rows = Rows(limits.max_rows)
         self._in_flight: deque[StepInFlight] = deque()
         self._num_arrived = 0
         self._num_planned_steps = 0
@@ -57,7 +56,12 @@ class Core:
     @property
     def num_waiting(self) -> int:
         """Requests that were never admitted."""
-        return len(self._queues.waiting) + len(self._queues.held)
+        return self._queues.num_not_admitted
+
+    @property
+    def num_compiling(self) -> int:
+        """Those of them whose grammar is not compiled yet."""
+        return len(self._queues.compiling)
 
     @property
     def num_running(self) -> int:
@@ -82,7 +86,7 @@ class Core:
     @property
     def num_free_rows(self) -> int:
         """Requests that could run beside those that do."""
-        return len(self._free_rows)
+        return self._rows.num_free
 
     @property
     def is_idle(self) -> bool:
@@ -105,17 +109,39 @@ class Core:
         """
         if submit.request_id in self._queues.open:
             raise ValueError(f"request {submit.request_id.hex()} is open already")
-        max_length = check_fits(submit, self.limits, self.num_waiting, len(self._free_rows))
+        max_length = check_fits(submit, self.limits, self.num_waiting, self._rows.num_free)
         request = Request(submit, max_length, self._num_arrived)
         self._num_arrived += 1
         self._is_stalled = False
         request.finish = request.first_verdict()
         if request.finish:
             request.move_to(RequestState.FINISHED)
+            return request
+        self._queues.enter(request)
+        if submit.sampling.grammar is None:
+            self._queue_up(request)
         else:
-            self.prompt_parts.adopt(request, self._queues.open.get(submit.group_id))
-            self._queues.enter(request, self._leader_of(request))
+            self._queues.compile_first(request)
         return request
+
+    def grammar_asks(self) -> list[CompileGrammar]:
+        """What the worker must be asked to compile since the last call."""
+        return self._queues.compiling.drain()
+
+    def grammar_compiled(self, message: GrammarCompiled) -> list[Request]:
+        """The worker has compiled a grammar, or says why it cannot be used.
+
+        Returns:
+            Those who waited for it: now in the line, or ended. Nobody when all have ended meanwhile.
+        """
+        requests = self._queues.compiling.answered(message)
+        for request in requests:
+            if message.problem:
+                self._finish(request, request.num_output, [], Finish.ABORTED)
+            else:
+                self._queue_up(request)
+        self._is_stalled = False
+        return requests
 
     def end(self, request: Request, finish: Finish) -> Produced | None:
         """Ends a request in any state (client gone, deadline, ...); None when it had ended before."""
@@ -185,16 +211,14 @@ class Core:
         self._queues.check()
         running = list(self._queues.running.values())
         self.ledger.check(running)
-        rows = sorted([request.row for request in running] + self._free_rows)
-        if rows != list(range(self.limits.max_rows)):
-            raise QueueError(f"rows {rows} instead of {self.limits.max_rows} different ones")
+        self._rows.check(request.row for request in running)
         check_cursors(self.open_requests, self._in_flight, self.limits.page_size)
 
     # ------------------------------------------------------------ planning
 
     def can_plan(self) -> bool:
         """Whether `plan_step` is worth calling: a plan may go out, and something happened since the last empty one."""
-        has_work = len(self._queues.open) > len(self._queues.held) or self._owes_release
+        has_work = self._queues.num_plannable > 0 or self._owes_release
         return has_work and not self._is_stalled and len(self._in_flight) <= self.limits.plans_ahead
 
     def plan_step(self) -> StepPlan | None:
@@ -216,15 +240,14 @@ class Core:
         if not draft.rows and not self._owes_release:
             self._is_stalled = True
             return None
-        plan = draft.plan(self._epoch, self._released_rows, appended)
-        self._released_rows = []
+        plan = draft.plan(self._epoch, self._rows.take_released(), appended)
         self._in_flight.append(draft.in_flight())
         self._num_planned_steps += 1
         return plan
 
     @property
     def _owes_release(self) -> bool:
-        return bool(self._released_rows) and not self._queues.running and not self._in_flight
+        return self._rows.has_released and not self._queues.running and not self._in_flight
 
     def _split_running(self) -> tuple[list[Request], list[Request]]:
         """The running requests that have something to compute: those with one token to go, and those with more.
@@ -267,10 +290,10 @@ class Core:
 
     def _admit(self, draft: StepDraft, budget: int) -> None:
         """Lets requests begin or resume while rows, tokens of the step and pages last."""
-        if not (budget and self._free_rows and (self._queues.retracted or len(self._queues.waiting))):
+        if not (budget and self._rows.num_free and (self._queues.retracted or len(self._queues.waiting))):
             return
         num_reserved = sum(map(self.reservations.expected_growth, self._queues.running.values()))
-        while budget and self._free_rows and draft.has_room:
+        while budget and self._rows.num_free and draft.has_room:
             request = self._next_to_admit()
             is_alone = not self._queues.running
             if request is None or not self.reservations.admit(request, budget, num_reserved, is_alone):
@@ -278,7 +301,7 @@ class Core:
             if request.state is RequestState.WAITING:
                 self._count_admission(request)
             self._queues.move(request, RequestState.RUNNING)
-            request.row = heapq.heappop(self._free_rows)
+            request.row = self._rows.take()
             draft.add_new_row(request)
             budget -= draft.add_most(request, budget)
             num_reserved += self.reservations.expected_growth(request)
@@ -299,10 +322,14 @@ class Core:
         self.counters.prompt_tokens += request.num_prompt
         self.counters.cached_tokens += request.cached_tokens
 
+    def _queue_up(self, request: Request) -> None:
+        self.prompt_parts.adopt(request, self._queues.open.get(request.submit.group_id))
+        self._queues.queue_up(request, self._leader_of(request))
+
     def _leader_of(self, request: Request) -> Request | None:
         """The sibling whose prompt a new request should wait for, if that helps."""
         leader = self._queues.open.get(request.submit.group_id)
-        if leader is None or leader.is_published or leader.state is RequestState.HELD:
+        if leader is None or leader is request or leader.is_published or leader.state is RequestState.HELD:
             return None
         is_same = request.submit.prompt_token_ids == leader.submit.prompt_token_ids
         return leader if is_same and self.ledger.could_share(request) else None
@@ -358,6 +385,5 @@ class Core:
     def _leave_row(self, request: Request, is_sound: bool) -> None:
         self.ledger.release(request, is_sound)
         request.is_published = False
-        heapq.heappush(self._free_rows, request.row)
-        self._released_rows.append(request.row)
+        self._rows.give_back(request.row)
         request.row = -1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from services.scheduler.compilations import Compilations
 from services.scheduler.policy import WaitingQueue
 from services.scheduler.request import Request, RequestState
 from services.scheduler.siblings import Siblings
@@ -23,20 +24,43 @@ class RequestQueues:
     def __init__(self) -> None:
         self.shares = TenantShares()
         self.open: dict[bytes, Request] = {}
+        self.compiling = Compilations()
         self.held = Siblings()
         self.waiting = WaitingQueue(self.shares)
         self.running: dict[bytes, Request] = {}
         self.retracted: dict[bytes, Request] = {}
 
-    def enter(self, request: Request, leader: Request | None) -> None:
-        """Takes in a new request, which waits for its leader's prompt if it has one."""
+    @property
+    def num_not_admitted(self) -> int:
+        """Requests that never had a row."""
+        return len(self.waiting) + len(self.held) + len(self.compiling)
+
+    @property
+    def num_plannable(self) -> int:
+        """Open requests that need nothing but a plan to go on."""
+        return len(self.open) - len(self.held) - len(self.compiling)
+
+    def enter(self, request: Request) -> None:
+        """Takes in a new request; the caller puts it into its first queue."""
         self.open[request.request_id] = request
         request.account = self.shares.enter(request.submit.tenant)
-        if leader is None:
-            self.waiting.add(request)
-        else:
+
+    def compile_first(self, request: Request) -> None:
+        """Lets a new request wait for its grammar."""
+        request.move_to(RequestState.COMPILING)
+        self.compiling.add(request)
+
+    def queue_up(self, request: Request, leader: Request | None) -> None:
+        """Puts a request that is new, or whose grammar is compiled, into the line, or behind its leader's prompt."""
+        if request.state is RequestState.COMPILING:
+            self.compiling.remove(request)
+        if leader is not None:
             request.move_to(RequestState.HELD)
             self.held.hold(request, leader)
+            return
+        if request.state is RequestState.COMPILING:
+            request.move_to(RequestState.WAITING)
+        self.waiting.add(request)
 
     def move(self, request: Request, state: RequestState) -> None:
         """Moves a request to the queue of another state; IllegalTransitionError when the table does not allow it."""
@@ -73,18 +97,21 @@ class RequestQueues:
             places = [state for state, is_there in self._places(request) if is_there]
             if places != [request.state]:
                 raise QueueError(f"a {request.state.value} request stands in {[place.value for place in places]}")
-        num_queued = len(self.held) + len(self.waiting) + len(self.running) + len(self.retracted)
+        num_queued = self.num_not_admitted + len(self.running) + len(self.retracted)
         if num_queued != len(self.open):
             raise QueueError(f"{num_queued} requests in queues, {len(self.open)} open")
 
     def _places(self, request: Request) -> Iterator[tuple[RequestState, bool]]:
+        yield RequestState.COMPILING, request in self.compiling
         yield RequestState.HELD, request in self.held
         yield RequestState.WAITING, request in self.waiting
         yield RequestState.RUNNING, self.running.get(request.request_id) is request
         yield RequestState.RETRACTED, self.retracted.get(request.request_id) is request
 
     def _take_out(self, request: Request, previous: RequestState) -> None:
-        if previous is RequestState.HELD:
+        if previous is RequestState.COMPILING:
+            self.compiling.remove(request)
+        elif previous is RequestState.HELD:
             self.held.remove(request)
         elif previous is RequestState.WAITING:
             self.waiting.remove(request)

@@ -25,6 +25,7 @@ from services.wire.messages import NO_LOGPROBS, PLAIN_PROMPT, Finish, Submit, Ta
 class RequestState(Enum):
     """Where a request stands; each state is one queue of the core."""
 
+    COMPILING = "compiling"  # its grammar is not compiled yet: it is not admitted
     HELD = "held"  # an n > 1 sibling whose first one's prompt is not in the tree yet
     WAITING = "waiting"
     RUNNING = "running"
@@ -33,8 +34,11 @@ class RequestState(Enum):
 
 
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.COMPILING: frozenset({RequestState.HELD, RequestState.WAITING, RequestState.FINISHED}),
     RequestState.HELD: frozenset({RequestState.WAITING, RequestState.FINISHED}),
-    RequestState.WAITING: frozenset({RequestState.HELD, RequestState.RUNNING, RequestState.FINISHED}),
+    RequestState.WAITING: frozenset(
+        {RequestState.COMPILING, RequestState.HELD, RequestState.RUNNING, RequestState.FINISHED}
+    ),
     RequestState.RUNNING: frozenset({RequestState.RETRACTED, RequestState.FINISHED}),
     RequestState.RETRACTED: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
     RequestState.FINISHED: frozenset(),

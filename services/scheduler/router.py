@@ -22,12 +22,16 @@ MAX_ENDED_RECORDS = 4096  # beyond it the oldest go first: their tokenizer has l
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One request: its ids and parameters, the worker that runs it, and the processes that its answer goes through."""
+    """One request: its ids and parameters, the worker that runs it, and the processes that its answer goes through.
+
+    Until it `is_admitted` its tokenizer may still be told that it is refused, and no detokenizer has heard of it.
+    """
 
     request: Request
     worker: bytes
     tokenizer: bytes
     detokenizer: bytes
+    is_admitted: bool = False
 
 
 class Router:

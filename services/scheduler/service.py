@@ -34,6 +34,7 @@ from services.wire.messages import (
     Finish,
     ForeignHello,
     Goodbye,
+    GrammarCompiled,
     Heartbeat,
     Hello,
     Resend,
@@ -133,7 +134,7 @@ class SchedulerService:
 
     def _next_timer_s(self) -> float:
         is_busy = bool(self._router.num_open)
-        timers = [self._group.next_s(), self._pacer.next_s(), self._answers.deadlines.next_s()]
+        timers = [self._group.next_s(), self._pacer.next_s(), self._answers.next_deadline_s]
         if not is_busy and not self._is_counted:
             timers.append(self._busy_s + _SETTLED_S)
         leave_s = self._drain_deadline_s if self._leave_by_s is None else self._leave_by_s
@@ -177,6 +178,8 @@ class SchedulerService:
                 self._answers.decode_failed(message, now_s)
             case Role.GPU_WORKER, StepResult():
                 self._take_result(peer, message, now_s)
+            case Role.GPU_WORKER, GrammarCompiled():
+                self._answers.grammar_compiled(peer.routing_id, message, now_s)
             case _:
                 return False
         return True

@@ -125,11 +125,18 @@ class Workers:
         return produced
 
     def plan(self, peers: Iterable[Peer], now_s: float) -> list[Peer]:
-        """Sends every worker as many plans as it may have; returns those that could not be reached."""
+        """Sends every worker the grammars to compile, and as many plans as it may have.
+
+        Returns:
+            Those that could not be reached.
+        """
         unreachable = []
         for peer in peers:
             core = self._router.cores.get(peer.routing_id)
-            if core is not None and not self._plan_for(peer, core, now_s):
+            if core is None:
+                continue
+            is_reached = all(self._port.send(peer.routing_id, ask) for ask in core.grammar_asks())
+            if not is_reached or not self._plan_for(peer, core, now_s):
                 unreachable.append(peer)
         return unreachable
 

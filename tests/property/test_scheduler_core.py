@@ -77,6 +77,7 @@ class CoreMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         cache_root=st.sampled_from([b"", b"salt"]),
         num_logprobs=st.sampled_from([-1, -1, 0, 3]),
+        grammar=st.sampled_from([None, None, "a", "b"]),
         prompt=st.sampled_from([PLAIN_PROMPT] * 3 + WISHES),
     )
     def submit(
@@ -99,6 +100,11 @@ class CoreMachine(RuleBasedStateMachine):
             else:
                 with pytest.raises(RequestRefusedError, match=f"{len(prefix + tail)} tokens"):
                     self.driver.submit(submit)
+
+    @rule(is_good=st.booleans() | st.just(True))
+    def answer_asks(self, is_good: bool) -> None:
+        for request in self.driver.answer_asks("" if is_good else "no sentence"):
+            assert request.is_alive == is_good
 
     @rule()
     def plan(self) -> None:

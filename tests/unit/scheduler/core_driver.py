@@ -11,7 +11,7 @@ from services.scheduler.policy import RemainderEstimate
 from services.scheduler.prompt_record import PromptPart
 from services.scheduler.request import Request
 from services.wire.columns import unpack_float32, unpack_int32
-from services.wire.messages import Embedding, Finish, Submit
+from services.wire.messages import CompileGrammar, Embedding, Finish, GrammarCompiled, Submit
 from tests.unit.scheduler.fake_worker import (
     VOCAB_SIZE,
     FakeWorker,
@@ -63,6 +63,8 @@ class Driver:
     limits: CoreLimits
     is_reckless: bool = False
     answers: dict[bytes, Answer] = field(default_factory=dict)
+    asks: list[CompileGrammar] = field(default_factory=list)
+    """Grammars that the worker was asked for and has not answered."""
     prompt_parts: dict[bytes, list[PromptPart]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,6 +82,20 @@ class Driver:
         self.drain_prompts()
         self.core.check_invariants()
         return answer
+
+    def answer_asks(self, problem: str = "") -> list[Request]:
+        """The worker answers what it was asked to compile; returns those who waited."""
+        self.asks += self.core.grammar_asks()
+        answered = []
+        for ask in self.asks:
+            answered += self.core.grammar_compiled(GrammarCompiled(ask.request_id, ask.attempt, problem))
+            self.core.check_invariants()
+        self.asks = []
+        for request in answered:
+            if not request.is_alive:
+                self.answers[request.request_id].finish = request.finish
+        self.drain_prompts()
+        return answered
 
     def plan(self) -> bool:
         """Plans as far ahead as the core wants; whether a plan went out."""
@@ -138,6 +154,7 @@ class Driver:
         """Plans and delivers until nothing is open; returns the number of steps that computed something."""
         num_before = len(self.worker.step_tokens)
         for _ in range(max_steps):
+            self.answer_asks()
             self.plan()
             if not self.worker.results:
                 break

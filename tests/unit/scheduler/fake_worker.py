@@ -18,6 +18,8 @@ from services.wire.columns import pack_float32, pack_int32, split_by_counts, unp
 from services.wire.messages import (
     Embedding,
     Finish,
+    Grammar,
+    GrammarKind,
     NewRow,
     PromptLogprobs,
     PromptParams,
@@ -97,6 +99,11 @@ def solo_output(submit: Submit, max_total_tokens: int) -> tuple[list[int], Finis
     return output, Finish.LENGTH
 
 
+def grammar_of(regex: object) -> Grammar | None:
+    """The grammar of a regular expression."""
+    return None if regex is None else Grammar(GrammarKind.REGEX, str(regex))
+
+
 def new_submit(
     request_id: int,
     prompt_ids: list[int],
@@ -105,7 +112,10 @@ def new_submit(
     group_id: int | None = None,
     **other: object,
 ) -> Submit:
-    """A Submit with small numbers for ids; `other`: output_token_ids, min_tokens, choice, num_logprobs, or fields."""
+    """A Submit with small numbers for ids.
+
+    `other`: output_token_ids, min_tokens, choice, num_logprobs, grammar (a regex), or fields of Submit by their names.
+    """
     outputs = other.pop("output_token_ids", [])
     assert isinstance(outputs, list)
     fields: dict[str, object] = {
@@ -116,7 +126,14 @@ def new_submit(
         "deadline_ms": 0,
         "text": TextParams((), False, True, int(str(other.pop("min_tokens", 0)))),
         "sampling": SamplingParams(
-            0.0, 1.0, 0, 0.0, 7, int(str(other.pop("choice", 0))), num_logprobs=int(str(other.pop("num_logprobs", -1)))
+            temperature=0.0,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            seed=7,
+            choice=int(str(other.pop("choice", 0))),
+            grammar=grammar_of(other.pop("grammar", None)),
+            num_logprobs=int(str(other.pop("num_logprobs", -1))),
         ),
     }
     return Submit(
