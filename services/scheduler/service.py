@@ -19,6 +19,7 @@ import zmq
 from services.runtime.service import GroupLostError, Process
 from services.scheduler.admission import RequestRefusedError
 from services.scheduler.answers import Answers
+from services.scheduler.controls import Controls
 from services.scheduler.group import Group
 from services.scheduler.instruments import SchedulerCollector
 from services.scheduler.load_report import RETRY_DRAINING_S, LoadPacer, load_of
@@ -30,6 +31,7 @@ from services.wire.errors import EndpointInUseError
 from services.wire.messages import (
     Abort,
     Acknowledge,
+    Control,
     DecodeFailed,
     Finish,
     ForeignHello,
@@ -82,6 +84,7 @@ class SchedulerService:
         self._group = Group(process.identity, self._port, process.vital_signs, now_s)
         self._workers = Workers(self._router, self._port, process.settings, process.identity.epoch)
         self._answers = Answers(self._router, self._port)
+        self._controls = Controls(self._router, self._workers, self._answers)
         self._pacer = LoadPacer()
         self._fatal = ""  # why the process must end, once clients have been told
         self._drain_deadline_s: float | None = None
@@ -170,6 +173,8 @@ class SchedulerService:
                 self._answers.abort(message, now_s)
             case Role.TOKENIZER, Acknowledge():
                 self._answers.acknowledge(message)
+            case Role.TOKENIZER, Control():
+                self._port.send(peer.routing_id, self._controls.perform(message, now_s))
             case Role.TOKENIZER | Role.DETOKENIZER, Resend():
                 self._answers.resend(message, from_tokenizer=peer.role is Role.TOKENIZER)
             case Role.DETOKENIZER, StopFound():
@@ -293,6 +298,7 @@ class SchedulerService:
         if self._process.is_stopping and self._drain_deadline_s is None:
             self._drain_deadline_s = now_s + self._process.drain_timeout_s
             self._group.state = State.DRAINING
+            self._workers.is_paused = False  # what is open shall end by itself if it can
             logger.info("draining: %d requests are open", self._router.num_open)
             self._tell_load(now_s)
         is_late = self._drain_deadline_s is not None and now_s >= self._drain_deadline_s

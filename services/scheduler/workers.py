@@ -69,6 +69,7 @@ class Workers:
     """
 
     def __init__(self, router: Router, port: RouterPort, settings: Settings, epoch: int) -> None:
+        self.is_paused = False  # no plan goes out; requests keep their places and their pages
         self._router = router
         self._port = port
         self._settings = settings
@@ -125,7 +126,7 @@ class Workers:
         return produced
 
     def plan(self, peers: Iterable[Peer], now_s: float) -> list[Peer]:
-        """Sends every worker the grammars to compile, and as many plans as it may have.
+        """Sends every worker the grammars to compile, and as many plans as it may have; none during a pause.
 
         Returns:
             Those that could not be reached.
@@ -151,7 +152,7 @@ class Workers:
         ]
 
     def _plan_for(self, peer: Peer, core: Core, now_s: float) -> bool:
-        while core.can_plan():
+        while core.can_plan() and not self.is_paused:
             is_first = not core.num_in_flight
             plan = core.plan_step()
             if plan is None:
