@@ -3,7 +3,8 @@
     {"name": "f", "arguments": {...}}      in any order; `parameters` is the same; `id` and `type` are passed by
 
 A call begins when its name is known and its arguments begin. Until then all of it may still be text: a function that
-the request does not declare, another key, broken JSON. Owns nothing beyond the call that it reads.
+the request does not declare, another key, broken JSON. Of a call that is cut off by the end of the answer the name is
+enough. Owns nothing beyond the call that it reads.
 """
 
 from __future__ import annotations
@@ -27,6 +28,29 @@ def read_call_object(source: TextSource, parts: AnswerParts) -> Waiting[None]:
         NotMarkupError: it is none, or breaks the rules of JSON on the way.
     """
     call = _Call(source, parts)
+    try:
+        yield from _read_members(source, call)
+    except NotMarkupError:
+        if not (source.is_at_end and call.can_be_cut_off):
+            raise
+        call.cut_off()
+    else:
+        call.end()
+
+
+def read_arguments(source: TextSource, parts: AnswerParts, name: str) -> Waiting[None]:
+    """Reads an object of arguments that follows the name, and gives the call.
+
+    Raises:
+        NotMarkupError: it is none, or breaks the rules of JSON on the way.
+    """
+    call = _Call(source, parts)
+    call.name = name
+    yield from call.read_member("arguments")
+    call.end()
+
+
+def _read_members(source: TextSource, call: _Call) -> Waiting[None]:
     yield from source.expect("{")
     character = ","
     while character == ",":
@@ -40,19 +64,6 @@ def read_call_object(source: TextSource, parts: AnswerParts) -> Waiting[None]:
         if character == ",":
             source.take()
     yield from source.expect("}")
-    call.end()
-
-
-def read_arguments(source: TextSource, parts: AnswerParts, name: str) -> Waiting[None]:
-    """Reads an object of arguments that follows the name, and gives the call.
-
-    Raises:
-        NotMarkupError: it is none, or breaks the rules of JSON on the way.
-    """
-    call = _Call(source, parts)
-    call.name = name
-    yield from call.read_member("arguments")
-    call.end()
 
 
 class _Call:
@@ -77,6 +88,19 @@ class _Call:
             yield from copy_value(self._source, ignore)
         else:
             raise NotMarkupError
+
+    @property
+    def can_be_cut_off(self) -> bool:
+        """Whether nothing of the call was given yet although it is known to be one."""
+        return self.name is not None and not self._has_started
+
+    def cut_off(self) -> None:
+        """The answer has ended before the arguments."""
+        assert self.name is not None
+        self._start(self.name)
+        self._parts.arguments("".join(self._early))
+        self._source.commit()
+        self._parts.end_call()
 
     def end(self) -> None:
         """The object is closed."""

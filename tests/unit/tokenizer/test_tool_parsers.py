@@ -88,7 +88,6 @@ def test_str_06_text_that_only_looks_like_markup_is_complete(family: str) -> Non
         "[f(x)]",
         "[1, 2]",
         "a { b } c",
-        '{"name": "f"',
         '{"name": "other", "parameters": {}}',
         "[other()]",
         '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
@@ -203,6 +202,11 @@ def test_json_that_breaks_goes_on_as_text_and_nothing_is_lost(text: str, argumen
 @pytest.mark.parametrize(
     ("text", "arguments"),
     [
+        ('{"name": "f"', ""),
+        ('{"name": "f", "param', ""),
+        ('{"name": "f", "parameters": ', ""),
+        ('{"name": "f", "parameters": {', "{"),
+        ('{"parameters": {"a": 1}, "name": "f"', '{"a": 1}'),
         ('{"name": "f", "parameters": {"a": "1 2', '{"a": "1 2'),
         ('{"name": "f", "parameters": {"a": "\\u12', '{"a": "\\u12'),
         ('{"name": "f", "parameters": {"a": tr', '{"a": tr'),
