@@ -115,7 +115,8 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, width: int) -> TopLogprobs:
         token_ids: [n] int64.
         width: how many of the likeliest, >= 0; no more than the vocabulary come.
     """
-    logits.masked_fill_(logits.isnan(), -math.inf)
+    if not logits.is_cpu or bool(logits.amax(1).isnan().any()):  # a device is not asked: that would mean to wait for it
+        logits.masked_fill_(logits.isnan(), -math.inf)
     totals = logits.logsumexp(1, keepdim=True)  # [n, 1]
     own = logits.gather(1, token_ids[:, None])
     values, ids = highest(logits, min(width, logits.shape[1]))
