@@ -4,7 +4,7 @@
 
 A worker's settings are in its environment. With `--config-only` the model's folder holds config.json and no weights
 yet: what they will take follows from it. The sizes of weights and KV pages are exact, and the pool is decided by the
-code that decides it at a start; what a step takes beside them is an estimate, because only running one would measure it.
+code that decides it at a start; what a step takes beside them is an estimate: only running one would measure it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         prog="tokenway render",
         description="Shows the prompt that messages become: by a server with --url, else with the model's own files "
         "and no server. On a terminal each token has a background of its own.",
-        epilog='Example: echo \'[{"role": "user", "content": "Hi"}]\' | tokenway render - --model smollm2:135m',
+        epilog="Example: tokenway render messages.json --model smollm2:135m",
         allow_abbrev=False,
     )
     made.add_argument("file", metavar="FILE", help="JSON messages or a whole request body; `-` is the standard input")

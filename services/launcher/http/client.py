@@ -101,10 +101,7 @@ class Client:
         address = self.address
         try:
             if address.socket_path is not None:
-                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                sock.settimeout(_CONNECT_TIMEOUT_S)
-                sock.connect(str(address.socket_path))
-                return sock
+                return _unix_socket(str(address.socket_path))
             sock = socket.create_connection((address.host, address.port), timeout=_CONNECT_TIMEOUT_S)
             context = address.tls()
             return sock if context is None else context.wrap_socket(sock, server_hostname=address.host)
@@ -129,6 +126,17 @@ class Client:
         if parser.end(now_s):
             return True
         raise ResponseError(f"{self.address.url} closed the connection before the end of its answer")
+
+
+def _unix_socket(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(_CONNECT_TIMEOUT_S)
+        sock.connect(path)
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def _reason(error: Exception) -> str:

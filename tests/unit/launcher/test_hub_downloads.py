@@ -21,7 +21,18 @@ pytestmark = pytest.mark.timeout(60)
 _ROOT = Path(__file__).parents[3]
 _SHA = "1" * 40
 _FILES = {
-    "config.json": b'{"model_type": "llama"}',
+    "config.json": json.dumps(
+        {
+            "model_type": "llama",
+            "vocab_size": 1000,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+        }
+    ).encode(),
     "tokenizer.json": '{"你好": 1}'.encode(),
     "model.safetensors": os.urandom(300_000),
     "pytorch_model.bin": b"runs code",
@@ -88,11 +99,30 @@ def hub() -> Iterator[tuple[str, list[str]]]:
         thread.join()
 
 
-def _pull(name: str, to: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], home: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(to.parent / "hf"), "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-m", "services.launcher", "models", "pull", name, "--to", str(to)]
-    return subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=40)
+    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=40
+    )
+
+
+def _pull(name: str, to: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
+    return _run(["-m", "services.launcher", "models", "pull", name, "--to", str(to)], to.parent, endpoint)
+
+
+def _diagnosed(name: str, home: Path, endpoint: str) -> list[list[str]]:
+    """What the doctor finds of a model: name, verdict and text of each check."""
+    script = (
+        "import json, sys\n"
+        "from services.launcher.doctor.model_checks import check_model\n"
+        "from services.runtime.config import Settings\n"
+        "found = check_model(Settings(model=sys.argv[1], models_dir=sys.argv[2], kv_cache_tokens=256))\n"
+        "print(json.dumps([[finding.name, finding.verdict, finding.text] for finding in found]))"
+    )
+    result = _run(["-c", script, name, str(home / "models")], home, endpoint)
+    assert result.returncode == 0, result.stderr
+    return list(json.loads(result.stdout.splitlines()[-1]))
 
 
 def test_a_pull_takes_safetensors_json_and_tokenizer_files_only(hub: tuple[str, list[str]], tmp_path: Path) -> None:
@@ -110,6 +140,26 @@ def test_a_pull_takes_safetensors_json_and_tokenizer_files_only(hub: tuple[str, 
     again = _pull("tiny/model", tmp_path / "models", endpoint)
     assert (again.returncode, again.stdout) == (0, f"{folder}: already there\n")
     assert asked == []
+
+
+def test_whether_a_model_fits_is_known_before_it_is_fetched(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    endpoint, asked = hub
+    room, fit = _diagnosed("tiny/model", tmp_path, endpoint)
+    assert room[:2] == ["model", "ok"]
+    assert room[2].startswith("tiny/model is not on this disk; fetching it takes 300.2 kB, ")
+    assert fit[:2] == ["fit", "ok"]
+    num_weights = 2 * 1000 * 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64) + 64
+    assert f"as float32 take {4 * num_weights / 1e6:.1f} MB, a token of KV cache 0.5 kB" in fit[2]
+    assert not any(path.endswith((".safetensors", "tokenizer.json")) for path in asked)
+    assert not (tmp_path / "models").exists()
+
+
+def test_without_the_hub_the_doctor_says_that_it_cannot_tell(tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        [found] = _diagnosed("tiny/model", tmp_path, f"http://127.0.0.1:{closed.getsockname()[1]}")
+    assert found[:2] == ["model", "failed"]
+    assert "not on this disk, and the hub cannot be reached" in found[2]
 
 
 def test_a_pull_that_breaks_off_says_so_and_goes_on_from_there(hub: tuple[str, list[str]], tmp_path: Path) -> None:

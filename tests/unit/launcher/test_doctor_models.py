@@ -1,0 +1,137 @@
+"""What the doctor says of a model: its files, its tokenizer, and whether it fits, by the worker's own code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.random_checkpoints import FAMILIES, Shape, write_checkpoint, write_safetensors
+from services.gpu_worker.fit_check import Machine, activation_bytes, fit
+from services.gpu_worker.models.parse_config import parse_model_config
+from services.gpu_worker.weights import load_model
+from services.launcher.cli import main
+from services.launcher.doctor.findings import Finding, Verdict
+from services.launcher.doctor.model_checks import check_model
+from services.model_files.source import open_model
+from services.runtime.config import Settings, inherited_environment
+
+_ROOT = Path(__file__).parents[3]
+CPU = torch.device("cpu")
+
+
+def machine(total: float = 16e9, available: float = 8e9) -> Machine:
+    return Machine("2.9", "", "", 2, int(total), int(available))
+
+
+def summary(findings: Sequence[Finding]) -> list[tuple[str, Verdict]]:
+    return [(finding.name, finding.verdict) for finding in findings]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_weights_take_is_what_they_take_when_loaded(family: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / family, family)
+    settings = Settings(model=str(folder), max_running_requests=4)
+    found = fit(settings, CPU, machine(), is_config_only=False)
+    loaded = load_model(open_model(folder), CPU)
+    assert found.problem == ""
+    assert found.weight_bytes == loaded.report.num_bytes_placed == 4 * found.num_weights
+    assert found.kv_bytes_per_token == 2 * 3 * 2 * 16 * 4
+    assert (found.context, found.dtype, found.model_type) == (512, "float32", family)
+    assert fit(settings, CPU, machine(), is_config_only=True) == found
+
+
+def test_what_does_not_fit_is_told_with_numbers(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", "llama")
+    settings = Settings(model=str(folder), max_running_requests=4, kv_cache_tokens=512)
+    assert fit(settings, CPU, machine(), False).pool_tokens == 512
+    no_room = fit(settings, CPU, machine(available=1e5), False)
+    assert "weights and a step need" in no_room.problem
+    assert "0.00 GB are free" in no_room.problem
+    no_pool = fit(dataclasses.replace(settings, kv_cache_tokens=2**30), CPU, machine(), False)
+    assert no_pool.problem.startswith("--kv-cache-tokens 1073741824 takes")
+    too_long = fit(dataclasses.replace(settings, max_model_len=513), CPU, machine(), False)
+    assert too_long.problem.startswith("--max-model-len 513 is more than the 512 positions")
+
+
+def test_a_larger_step_takes_more(tmp_path: Path) -> None:
+    config = parse_model_config(open_model(write_checkpoint(tmp_path / "model", "llama")))
+    few, many = (activation_bytes(Settings(), config, torch.float32, number) for number in (64, 640))
+    assert few < many < 11 * few
+
+
+def test_a_tensor_that_is_missing_or_cut_off_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", "llama")
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    settings = Settings(model=str(folder))
+    assert "is truncated" in fit(settings, CPU, machine(), False).problem
+    write_safetensors(weights, {"model.norm.weight": torch.zeros(64)})
+    assert "tensor model.embed_tokens.weight is missing" in fit(settings, CPU, machine(), False).problem
+
+
+def test_the_demo_model_is_well(smollm2_path: Path) -> None:
+    findings = list(check_model(Settings(model=str(smollm2_path), kv_cache_tokens=16384)))
+    assert summary(findings) == [("model", Verdict.OK), ("fit", Verdict.OK), ("tokenizer", Verdict.OK)]
+    assert "GGUF Q4_1 llama, 98.4 MB, context 8,192" in findings[0].text
+    assert "135 M weights as float32 take 538.1 MB, a token of KV cache 46.1 kB" in findings[1].text
+    assert "room for 16,384 tokens" in findings[1].text
+    assert findings[2].text == "works; a chat of one word is 31 tokens"
+
+
+def test_a_model_without_tokenizer_and_of_an_unknown_family_says_both(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", "llama", Shape(max_positions=64))
+    found = list(check_model(Settings(model=str(folder), kv_cache_tokens=64)))
+    assert summary(found) == [("model", Verdict.OK), ("fit", Verdict.OK), ("tokenizer", Verdict.FAILED)]
+    assert "tokenizer.json" in found[2].text
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
+    found = list(check_model(Settings(model=str(folder))))
+    assert found[1].verdict == Verdict.FAILED
+    assert "'mamba' is not supported" in found[1].text
+    assert all("\n" not in finding.text for finding in found)
+
+
+def test_a_pool_shorter_than_the_context_is_a_warning_with_the_length_that_fits(smollm2_path: Path) -> None:
+    found = list(check_model(Settings(model=str(smollm2_path), kv_cache_tokens=1024)))[1]
+    assert (found.verdict, found.remedy.startswith("set --max-model-len 1024 or less")) == (Verdict.WARNING, True)
+
+
+@pytest.mark.parametrize("model", ["/no/such/model", "smollm3"])
+def test_prc_10_a_model_that_is_nowhere_is_named(model: str) -> None:
+    [found] = check_model(Settings(model=model))
+    assert (found.verdict, f"model {model}" in found.text) == (Verdict.FAILED, True)
+
+
+def test_the_status_and_the_json_tell_whether_a_server_would_start(
+    smollm2_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(smollm2_path), "--port", "0", "--kv-cache-tokens", "16384"]
+    assert main(["doctor", "--json", *words]) == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert found["ok"] is True
+    names = {check["name"] for check in found["checks"]}
+    assert {"python", "packages", "open files", "disk", "port", "run directory", "model", "fit", "tokenizer"} <= names
+    assert shown.err == ""
+    assert main(["doctor", *words, "--scheduler-endpoint", "tcp://127.0.0.1:1"]) == 1
+    assert "failed   scheduler          tcp://127.0.0.1:1: Connection refused\n" in capsys.readouterr().out
+    assert main(["doctor", "--page-size", "0"]) == 2
+    assert capsys.readouterr().err == "tokenway: --page-size must be between 1 and 1024, not 0\n"
+
+
+def test_the_worker_that_asks_tells_what_is_wrong_with_its_settings() -> None:
+    environment = inherited_environment() | {"TOKENWAY_DEVICE": "cuda"}
+    if torch.cuda.is_available():
+        pytest.skip("this machine has the device")
+    command = [sys.executable, "-m", "services.gpu_worker.fit_check"]
+    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "--device cuda: torch finds no CUDA device" in json.loads(done.stdout)["error"]
