@@ -214,22 +214,26 @@ class EventStream:
         events = b""
         if answer.opening is not None and not answer.awaits_prompt:
             opening, answer.opening = answer.opening, None
-            events = self._format.delta(choice, opening)
+            events = self._named(choice, self._format.delta(choice, opening))
         ending = self._endings.pop(choice, None) if self._endings else None
         options = self.options
         usage = options.usage() if options.has_continuous_usage else None
         delta = answer.take(usage) if ending is None else answer.take_last(usage)
         if delta is not None:
-            events += self._format.delta(choice, delta)
+            events += self._named(choice, self._format.delta(choice, delta), delta)
         if ending is not None:
             is_last = not self._num_open and not self._endings
             timings = options.timings() if is_last else None
-            events += self._format.finish(choice, answer.take_end(ending, timings, usage))
-        if options.event_id and events:
-            if delta is not None:
-                self._num_shown[choice] += num_shown(delta)
-            return with_event_id(events, f"{options.event_id}/{'-'.join(map(str, self._num_shown))}")
+            events += self._named(choice, self._format.finish(choice, answer.take_end(ending, timings, usage)))
         return events
+
+    def _named(self, choice: int, events: bytes, delta: AnswerDelta | None = None) -> bytes:
+        """The events, with the place that they take a reader to if it wants to know: how much of each answer it has."""
+        if not self.options.event_id or not events:  # nearly always
+            return events
+        if delta is not None:
+            self._num_shown[choice] += num_shown(delta)
+        return with_event_id(events, f"{self.options.event_id}/{'-'.join(map(str, self._num_shown))}")
 
     def _ending(self) -> bytes:
         if self.failure is not None:

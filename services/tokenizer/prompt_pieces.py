@@ -54,11 +54,11 @@ class PromptPieces:
             PieceGapError: something before it is missing; nothing was taken.
             ProtocolError: it was not asked for; nothing was taken.
         """
+        if message.first_position + len(message.counts) // 4 > self._end:
+            raise ProtocolError("log-probabilities behind the end of a prompt")
         num_known = self._next - message.first_position
         if num_known < 0:
             raise PieceGapError
-        if message.first_position + len(message.counts) // 4 > self._end:
-            raise ProtocolError("log-probabilities behind the end of a prompt")
         found = token_logprobs(message.counts, message.token_ids, message.logprobs)[num_known:]
         new = [entry for entry in found if entry is not None]
         if len(new) != len(found):
