@@ -2,7 +2,8 @@
 
     bench/device_check.sh        on a machine with a GPU and a copy of this repository: no network, nothing installed
 
-Compares logits, attention, sampling and the whole service with the CPU, and measures step times. Prints a table last.
+Compares logits, attention, sampling, what requests may want besides, and the whole service with the CPU, and measures
+step times. Prints a table last.
 Status: 0 all that was looked at is right; 1 something is wrong; 3 there is no CUDA device, nothing was measured.
 What a missing package or model makes impossible is skipped, and says so.
 """
@@ -89,6 +90,11 @@ def checks(device_name: str) -> list[Check]:
 
         return sampling.check_sampler(_device(device_name))
 
+    def wishes() -> Iterator[Outcome]:
+        from bench.device import wishes
+
+        return wishes.check_wishes(_device(device_name))
+
     def service() -> Iterator[Outcome]:
         from bench.device import serving
 
@@ -104,6 +110,7 @@ def checks(device_name: str) -> list[Check]:
         Check("logits", ("numpy",), families),
         Check("attention", ("numpy",), attention),
         Check("sampler", ("numpy", "msgpack"), sampler),
+        Check("wishes", ("numpy", "msgpack"), wishes),
         Check("service", ("numpy", "msgpack", "zmq", "prometheus_client", "rich"), service),
         Check("speed", ("numpy", "msgpack"), speed),
         Check("demo model", ("numpy", "gguf"), demo_model),
