@@ -8,13 +8,14 @@ Nothing is rendered or checked against a model here: the chat that comes out goe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from services.tokenizer.chat_fields import ChatFields
+from services.tokenizer.field_tables import Neutral
 from services.tokenizer.request_body import BodyForm
 
 _INT32 = 2**31 - 1
@@ -67,7 +68,7 @@ class ThinkingBlock(Block, frozen=True, kw_only=True, tag="thinking"):
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """One turn."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock]
 
 
@@ -111,7 +112,7 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The form of the answer."""
 
     format: OutputFormat | None = None
-    effort: Literal["low", "medium", "high"] | None = None
+    effort: str | None = None
 
 
 class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,9 +138,20 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
     stream: bool | None = None
 
 
-_UNBUILT = {"mcp_servers": ([],), "container": (), "context_management": (), "betas": ([],)}
-COUNT_FORM = BodyForm(CountTokensBody, _UNBUILT)
-MESSAGES_FORM = BodyForm(MessagesBody, _UNBUILT, frozenset({"metadata", "service_tier", "inference_geo"}))
+_UNBUILT: Mapping[str, Neutral] = {
+    "mcp_servers": ([],),
+    "container": (),
+    "context_management": (),
+    "betas": ([],),
+    "speed": ("standard",),
+}
+_WITHOUT_EFFECT = frozenset(
+    {
+        "metadata", "service_tier", "inference_geo", "cache_control", "diagnostics", "user_profile_id", "workspace_id",
+    }
+)  # fmt: skip
+COUNT_FORM = BodyForm(CountTokensBody, _UNBUILT, _WITHOUT_EFFECT)
+MESSAGES_FORM = BodyForm(MessagesBody, _UNBUILT, _WITHOUT_EFFECT)
 
 
 def chat_of(body: CountTokensBody) -> ChatFields:
@@ -196,26 +208,26 @@ def _call(block: ToolUseBlock) -> dict[str, object]:
 
 
 def _add_user(message: Message, place: str, chat: ChatFields) -> None:
-    """A user's turn: each result of a call is a message of its own, texts between them stay together."""
+    """A user's turn, or the system's: each result of a call is a message of its own, texts between stay together."""
     if isinstance(message.content, str):
-        chat.add_message({"role": "user", "content": message.content}, place)
+        chat.add_message({"role": message.role, "content": message.content}, place)
         return
     texts: list[str] = []
     for index, block in enumerate(message.content):
         if isinstance(block, TextBlock):
             texts.append(block.text)
-        elif isinstance(block, ToolResultBlock):
-            _flush(texts, place, chat)
+        elif isinstance(block, ToolResultBlock) and message.role == "user":
+            _flush(texts, message.role, place, chat)
             chat.add_message(_result(block), f"{place}.content[{index}]")
         else:
-            chat.refuse(f"{place}.content[{index}].type", "only the assistant's messages hold such a block")
+            chat.refuse(f"{place}.content[{index}].type", f"has no place in a message of role {message.role}")
     if texts or not message.content:
-        _flush(texts or [""], place, chat)
+        _flush(texts or [""], message.role, place, chat)
 
 
-def _flush(texts: list[str], place: str, chat: ChatFields) -> None:
+def _flush(texts: list[str], role: str, place: str, chat: ChatFields) -> None:
     if texts:
-        chat.add_message({"role": "user", "content": "".join(texts)}, place)
+        chat.add_message({"role": role, "content": "".join(texts)}, place)
         texts.clear()
 
 

@@ -194,7 +194,11 @@ def test_an_answer_that_was_begun_goes_on() -> None:
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "system", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
+            "messages[0].content[0].type",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
         (
             {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},
@@ -211,6 +215,11 @@ def test_wrong_fields_are_named(body: Json, param: str) -> None:
         chat(**body)
     assert raised.value.param is not None
     assert raised.value.param.replace("[...]", "[0]") == param
+
+
+def test_system_messages_may_stand_between_turns() -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "system", "content": [{"type": "text", "text": "b"}]}]
+    assert chat(messages=turns)["messages"] == [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
 
 
 def test_errors_of_the_chat_are_told_in_the_clients_words() -> None:
