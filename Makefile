@@ -66,7 +66,7 @@ format: $(VENV)/.installed-lint
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS_VENV) tests/clients/npm/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find services tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp stands for one set of packages and is older than the files that name them when those change.
