@@ -17,11 +17,12 @@ import torch
 from bench.device.report import Outcome, held
 from bench.random_checkpoints import Shape, write_checkpoint
 from services.gpu_worker.attention import attention_for
+from services.gpu_worker.held_rows import WorkerSizes
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.step_launcher import StepLauncher
 from services.gpu_worker.weights import load_model
-from services.gpu_worker.worker_state import WorkerSizes, WorkerState
+from services.gpu_worker.worker_state import WorkerState
 from services.model_files.source import open_model
 from services.wire.columns import pack_float32, pack_int32, unpack_float32, unpack_int32
 from services.wire.messages import LogitRules, NewRow, PromptParams, SamplingParams, StepPlan, StepResult, Task

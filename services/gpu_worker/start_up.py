@@ -18,6 +18,7 @@ from services.gpu_worker.attention.reference import ReferenceAttention
 from services.gpu_worker.grammar_compiler import GrammarCompiler
 from services.gpu_worker.grammar_process import ChildSpec
 from services.gpu_worker.grammar_rows import GrammarRows
+from services.gpu_worker.held_rows import WorkerSizes
 from services.gpu_worker.host_limits import keep_freed_memory, num_cores
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.largest_step import run_largest_step
@@ -28,7 +29,7 @@ from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.step_launcher import StepLauncher
 from services.gpu_worker.warm_up import WarmUp, warm_up
 from services.gpu_worker.weights import LoadedModel, load_model
-from services.gpu_worker.worker_state import WorkerSizes, WorkerState
+from services.gpu_worker.worker_state import WorkerState
 from services.model_files.errors import ModelFileError
 from services.model_files.source import open_model
 from services.runtime.config import Settings

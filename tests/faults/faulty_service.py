@@ -66,17 +66,17 @@ def run_scheduler() -> None:
 def run_gpu_worker() -> None:
     from torch import Tensor, nan
 
+    from services.gpu_worker.held_rows import HeldRow, HeldRows
     from services.gpu_worker.model_runner import ModelRunner
     from services.gpu_worker.service import main
     from services.gpu_worker.step_inputs import StepInputs
-    from services.gpu_worker.worker_state import WorkerState
 
-    set_up, compute = WorkerState._set_up, ModelRunner.hidden
+    add, compute = HeldRows.add, ModelRunner.hidden
     marks: dict[int, tuple[int, int]] = {}  # first page of a row -> its first token, length of its prompt
 
-    def noting_set_up(state: WorkerState, new: NewRow) -> None:
-        set_up(state, new)
+    def noting_add(rows: HeldRows, new: NewRow) -> HeldRow:
         marks[unpack_int32(new.page_ids)[0]] = unpack_int32(new.token_ids)[0], new.num_prompt_tokens
+        return add(rows, new)
 
     def faulty_hidden(runner: ModelRunner, inputs: StepInputs) -> Tensor:
         first_pages = inputs.page_table[:, 0].tolist()
@@ -93,7 +93,7 @@ def run_gpu_worker() -> None:
             hidden[inputs.sample_indices[poisoned]] = nan
         return hidden
 
-    mock.patch.object(WorkerState, "_set_up", noting_set_up).start()
+    mock.patch.object(HeldRows, "add", noting_add).start()
     mock.patch.object(ModelRunner, "hidden", faulty_hidden).start()
     run_service(Role.GPU_WORKER, main)
 

@@ -10,11 +10,12 @@ import torch
 
 from services.gpu_worker.attention import attention_for
 from services.gpu_worker.grammar_seam import Grammars
+from services.gpu_worker.held_rows import WorkerSizes
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.step_launcher import PendingStep, StepLauncher
 from services.gpu_worker.weights import LoadedModel
-from services.gpu_worker.worker_state import WorkerSizes, WorkerState
+from services.gpu_worker.worker_state import WorkerState
 from tests.unit.gpu_worker.plan_writer import PlanWriter, Request
 
 CPU = torch.device("cpu")

@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.gpu_worker.held_rows import WorkerSizes
 from services.gpu_worker.plan_check import PlanError
 from services.gpu_worker.sampler import SampledTokens
 from services.gpu_worker.step_inputs import StepInputs, StepRow, build_step_inputs
 from services.gpu_worker.step_work import StepOutput
-from services.gpu_worker.worker_state import WorkerSizes, WorkerState
+from services.gpu_worker.worker_state import WorkerState
 from services.wire.columns import pack_int32
 from services.wire.messages import StepPlan
 from tests.unit.gpu_worker.plan_writer import PlanWriter, Request
