@@ -149,7 +149,7 @@ def test_whether_a_model_fits_is_known_before_it_is_fetched(hub: tuple[str, list
     assert room[2].startswith("tiny/model is not on this disk; fetching it takes 300.2 kB, ")
     assert fit[:2] == ["fit", "ok"]
     num_weights = 2 * 1000 * 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64) + 64
-    assert f"as float32 take {4 * num_weights / 1e6:.1f} MB, a token of KV cache 0.5 kB" in fit[2]
+    assert f"as float32 take {4 * num_weights / 1e3:.1f} kB, a token of KV cache 0.5 kB" in fit[2]
     assert not any(path.endswith((".safetensors", "tokenizer.json")) for path in asked)
     assert not (tmp_path / "models").exists()
 
