@@ -48,6 +48,12 @@ def snapshot(registry: CollectorRegistry) -> dict[str, float]:
     return flat
 
 
+def plain_gauges(samples: Mapping[str, float]) -> dict[str, float]:
+    """Of a snapshot the gauges without labels, by their names without the prefix."""
+    split = ((key.split(_SEPARATOR), value) for key, value in samples.items())
+    return {parts[2].removeprefix(PREFIX): value for parts, value in split if len(parts) == 3 and parts[0] == "gauge"}
+
+
 def help_of(name: str) -> str:
     """The line of help of a metric; its name when it has none."""
     return TEXTS.get(name.removeprefix(PREFIX), name)

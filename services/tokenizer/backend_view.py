@@ -5,12 +5,14 @@ Pure: the shell passes messages and the time in. `refusal` is asked before a req
 
 from __future__ import annotations
 
+from services.runtime import metrics
 from services.runtime.session import SILENCE_LIMIT_S, SchedulerSession
 from services.tokenizer.api_error import ApiError, Code, unavailable
 from services.wire.messages import Load, MemberTelemetry, Role, State, Telemetry
 
 NEEDED_ROLES = (Role.GPU_WORKER, Role.DETOKENIZER)
 OK = "ok"
+_PAUSED = "scheduler_paused"
 
 
 class BackendView:
@@ -36,6 +38,15 @@ class BackendView:
     def members(self) -> tuple[MemberTelemetry, ...]:
         """The last heartbeat of every process."""
         return self._telemetry
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the scheduler has told that an operator's pause holds."""
+        return any(
+            metrics.plain_gauges(member.metrics).get(_PAUSED, 0) > 0
+            for member in self._telemetry
+            if member.role is Role.SCHEDULER
+        )
 
     def take_load(self, load: Load, now_s: float) -> None:
         """The scheduler's load changed."""

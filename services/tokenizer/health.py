@@ -23,6 +23,7 @@ from services.wire.messages import SamplingParams, Submit, TextParams
 
 RECENT_S = 3.0
 PROBE_LIMIT_S = 5.0
+PAUSED = "paused"
 _PROBE_NAME = "probe"
 
 
@@ -42,7 +43,10 @@ class Health:
         """
         verdicts = self._link.view.health(time.monotonic())
         if all(verdict == OK for verdict in verdicts.values()):
-            verdicts["tokens"] = OK if self._is_working() else await self._probe_once()
+            if self._link.view.is_paused:  # an operator's wish: no probe could get a token
+                verdicts["tokens"] = PAUSED
+            else:
+                verdicts["tokens"] = OK if self._is_working() else await self._probe_once()
         return all(verdict == OK for verdict in verdicts.values()), verdicts
 
     def close(self) -> None:

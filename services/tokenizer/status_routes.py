@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import msgspec
 from aiohttp import web
 
+from services.runtime import metrics
 from services.runtime.config import SECRETS, Settings
 from services.tokenizer.access import caller_of
 from services.tokenizer.generation import Generation, model_not_found
@@ -110,7 +111,7 @@ class StatusRoutes:
                 "instance": member.instance,
                 "state": member.state.name.lower(),
                 "age_ms": member.age_ms,
-                **({"facts": _plain_samples(member.metrics)} if member.role is Role.GPU_WORKER else {}),
+                **({"facts": metrics.plain_gauges(member.metrics)} if member.role is Role.GPU_WORKER else {}),
             }
             for member in self._link.view.members
         ]
@@ -128,11 +129,6 @@ def shown_settings(settings: Settings) -> dict[str, object]:
     """All settings but the secrets; of those, whether they are set."""
     values: dict[str, object] = dataclasses.asdict(settings)
     return {name: ("set" if value else "") if name in SECRETS else value for name, value in values.items()}
-
-
-def _plain_samples(samples: dict[str, float]) -> dict[str, float]:
-    """The samples without labels: those of histograms are for /metrics."""
-    return {name: value for name, value in samples.items() if "{" not in name}
 
 
 def _json(value: object, status: int = 200) -> web.Response:

@@ -171,6 +171,16 @@ def test_old_heartbeats_and_old_telemetry_are_not_health() -> None:
     assert view.health(200.0)["scheduler"] == "silent for 99.4 s"
 
 
+def test_a_pause_is_seen_in_the_schedulers_telemetry() -> None:
+    view = view_at(100.0, *NEEDED)
+    assert not view.is_paused
+    for value in (1.0, 0.0):
+        metrics = {"gauge\x1ftokenway:scheduler_paused\x1ftokenway:scheduler_paused": value}
+        own = MemberTelemetry(Role.SCHEDULER, "x", 1, State.READY, 0, 0, metrics, 3000)
+        view.take_telemetry(Telemetry((own,)), 100.0)
+        assert view.is_paused == (value > 0)
+
+
 def test_a_worker_in_a_long_step_is_healthy_until_the_step_takes_too_long() -> None:
     view = view_at(100.0, *NEEDED)
     view.take_telemetry(telemetry(*NEEDED, age_ms=9000, silence_limit_ms=10_000), 100.0)
