@@ -17,6 +17,7 @@ from typing import TypeAlias, TypeVar
 from services.detokenizer.answer import AnswerChunk, AnswerDecoder
 from services.detokenizer.incremental import TokenPieces
 from services.detokenizer.outgoing import Outgoing
+from services.detokenizer.turn_times import EndedAnswer, TurnTimes
 from services.runtime.logs import about
 from services.wire.columns import split_by_counts, unpack_int32, unpack_request_ids
 from services.wire.logprob_columns import LogprobRun, split_logprobs
@@ -40,6 +41,9 @@ class _OpenAnswer:
     attempt: int
     tokenizer: bytes
     decoder: AnswerDecoder
+    started_unix_s: float
+    sums_at_start: tuple[float, float]
+    num_chunks: int = 0
     asked_index: int = -1
     num_rows_since_ask: int = 0
 
@@ -67,6 +71,7 @@ class Decoders:
         self._unknown: dict[tuple[bytes, int], int] = {}  # (request id, attempt) -> rows since asked
         self._outgoing = Outgoing()
         self.statistics = Statistics()
+        self.times = TurnTimes()
 
     @property
     def num_open(self) -> int:
@@ -79,8 +84,13 @@ class Decoders:
         self.statistics.num_tokens += outgoing.num_tokens
         return outgoing
 
-    def open(self, message: DecodeOpen) -> None:
-        """Begins an answer at index 0, or begins it again (a replay); an older attempt than one seen is dropped."""
+    def open(self, message: DecodeOpen, unix_s: float = 0.0) -> None:
+        """Begins an answer at index 0, or begins it again (a replay); an older attempt than one seen is dropped.
+
+        Args:
+            message: which answer, and for whom.
+            unix_s: the wall clock, for its report.
+        """
         request_id, attempt = message.request_id, message.attempt
         known = self._open.get(request_id)
         ended = self._ended.get(request_id)
@@ -94,7 +104,7 @@ class Decoders:
             self._fail(request_id, attempt, message.tokenizer, _ending_at(0, 0, Finish.INTERNAL_ERROR))
             return
         self._ended.pop(request_id, None)
-        self._open[request_id] = _OpenAnswer(attempt, message.tokenizer, decoder)
+        self._open[request_id] = _OpenAnswer(attempt, message.tokenizer, decoder, unix_s, self.times.sums)
 
     def advance(self, batch: TokensProduced) -> None:
         """Feeds every row to its answer.
@@ -180,6 +190,7 @@ class Decoders:
         if logprobs is not None and logprobs.num_entries:  # of the ids that are new and count
             num_known = chunk.first_index - first_index
             chunk.logprobs = logprobs.cut(num_known, num_known + len(chunk.token_ids))
+        answer.num_chunks += 1
         self._outgoing.add_chunk(answer.tokenizer, request_id, answer.attempt, chunk, cached_tokens)
         if chunk.finish is not Finish.NONE:
             self._end(request_id, answer, chunk)
@@ -192,6 +203,17 @@ class Decoders:
             self._outgoing.stops_found[request_id, answer.attempt] = end_index
             self.statistics.num_stops_found += 1
         self._remember_ended(request_id, answer.attempt, end_index)
+        self._outgoing.ended.append(
+            EndedAnswer(
+                answer.tokenizer,
+                request_id,
+                answer.attempt,
+                answer.started_unix_s,
+                answer.sums_at_start,
+                answer.num_chunks,
+                answer.decoder.next_index,
+            )
+        )
 
     def _take_stray(self, request_id: bytes, attempt: int, first_index: int) -> None:
         """A row of no open answer: an older attempt, one that has ended, or one never heard of."""

@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from services.detokenizer.decoders import Decoders
-from services.runtime.metrics import PREFIX
+from services.runtime.metrics import counter, gauge, histogram, labelled_gauge
+from services.wire.messages import Role
 from services.wire.transport import Port
 
 
 class DetokenizerCollector(Collector):
     """Reads the statistics when asked, so that counting costs the loop nothing more than an addition."""
 
-    def __init__(self, decoders: Decoders, ports: Callable[[], Sequence[Port]]) -> None:
+    def __init__(self, decoders: Decoders, ports: Callable[[], Mapping[Role, Iterable[Port]]]) -> None:
+        """`ports` gives the present ones by the role at their other end."""
         self._decoders = decoders
         self._ports = ports
 
     def collect(self) -> Iterable[Metric]:
         """One family for each number."""
-        statistics, port_stats = self._decoders.statistics, [port.stats for port in self._ports()]
-        gauges = {
-            "open_answers": (self._decoders.num_open, "Answers begun and not ended"),
-            "outbox_frames": (sum(stats.outbox_frames for stats in port_stats), "Frames that wait to be sent"),
+        statistics, times = self._decoders.statistics, self._decoders.times
+        stats = {role: [port.stats for port in ports] for role, ports in self._ports().items()}
+        outboxes: dict[tuple[str, ...], float] = {
+            (str(role),): sum(each.outbox_frames for each in some) for role, some in stats.items()
         }
-        rejected_frames = sum(stats.rejected for stats in port_stats)
-        counters = {
-            "tokens": (statistics.num_tokens, "Tokens turned into text"),
-            "old_rows": (statistics.num_old_rows, "Rows dropped: repeated, late, or of another attempt"),
-            "resends_asked": (statistics.num_resends_asked, "Gaps asked for again"),
-            "stop_strings": (statistics.num_stops_found, "Answers ended by a stop string"),
-            "failed_answers": (statistics.num_failed, "Answers that could not be decoded"),
-            "unread_answers": (statistics.num_dropped_with_tokenizer, "Answers dropped with their tokenizer process"),
-            "refused_messages": (statistics.num_refused_messages + rejected_frames, "Messages and frames dropped"),
-        }
-        for name, (value, text) in gauges.items():
-            yield GaugeMetricFamily(f"{PREFIX}detokenizer_{name}", text, value=value)
-        for name, (value, text) in counters.items():
-            yield CounterMetricFamily(f"{PREFIX}detokenizer_{name}", text, value=value)
+        rejected_frames = sum(each.rejected for some in stats.values() for each in some)
+        yield gauge("detokenizer_open_answers", self._decoders.num_open)
+        yield labelled_gauge("detokenizer_outbox_frames", ["link"], outboxes)
+        yield counter("detokenizer_tokens", statistics.num_tokens)
+        yield counter("detokenizer_stop_strings", statistics.num_stops_found)
+        yield counter("detokenizer_old_rows", statistics.num_old_rows)
+        yield counter("detokenizer_resends_asked", statistics.num_resends_asked)
+        yield counter("detokenizer_failed_answers", statistics.num_failed)
+        yield counter("detokenizer_unread_answers", statistics.num_dropped_with_tokenizer)
+        yield counter("detokenizer_refused_messages", statistics.num_refused_messages + rejected_frames)
+        yield histogram("detokenizer_batch_rows", times.turn_rows)
+        yield histogram("detokenizer_decode_seconds", times.turn_seconds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import chain
 
 from services.detokenizer.answer import AnswerChunk
+from services.detokenizer.turn_times import EndedAnswer
 from services.wire.columns import pack_int32, pack_request_ids
 from services.wire.logprob_columns import join_logprobs
 from services.wire.messages import DecodeFailed, Finish, Resend, StopFound, TextChunks
@@ -27,6 +28,11 @@ class ChunkRows:
         self._most_bytes = 0  # of ids, log-probabilities and texts, counting four bytes a character
         self._has_logprobs = False
         self.num_tokens = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows so far."""
+        return len(self._rows)
 
     @property
     def is_full(self) -> bool:
@@ -79,6 +85,7 @@ class Outgoing:
         self.stops_found: dict[tuple[bytes, int], int] = {}  # (request id, attempt) -> end index
         self.failures: list[tuple[bytes, int]] = []  # request id, attempt
         self.resends: list[tuple[bytes, int, int]] = []  # request id, attempt, first index
+        self.ended: list[EndedAnswer] = []  # to be reported
 
     def add_chunk(
         self, tokenizer: bytes, request_id: bytes, attempt: int, chunk: AnswerChunk, cached_tokens: int
@@ -90,6 +97,11 @@ class Outgoing:
         rows.add(request_id, attempt, cached_tokens, chunk)
         if rows.is_full:
             self._full.append((tokenizer, self._rows_of.pop(tokenizer)))
+
+    @property
+    def num_rows(self) -> int:
+        """Chunks in all messages."""
+        return sum(rows.num_rows for _, rows in self._all_rows())
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,7 @@ import zmq
 from services.detokenizer.decoders import Decoders
 from services.detokenizer.incremental import TokenPieces
 from services.detokenizer.instruments import DetokenizerCollector
+from services.detokenizer.turn_times import EndedAnswer
 from services.model_files.errors import ModelFileError
 from services.model_files.source import open_model
 from services.model_files.vocabulary import load_vocabulary
@@ -25,7 +26,7 @@ from services.runtime.service import GroupLostError, Process, StartError
 from services.runtime.session import SILENCE_LIMIT_S
 from services.wire.endpoints import Identity
 from services.wire.errors import ProtocolError
-from services.wire.messages import DecodeOpen, Finish, Role, Roster, State, TokensProduced, Welcome
+from services.wire.messages import DecodeOpen, Finish, HopReport, Role, Roster, State, TokensProduced, Welcome
 from services.wire.transport import AsyncReceiver, DealerPort, Port
 
 _ROSTER_WAIT_S = 0.4  # how long a draining process without answers waits for the scheduler to have noticed
@@ -51,7 +52,7 @@ class DetokenizerService:
         self._tokenizers: dict[bytes, DealerPort] = {}
         self._served_epoch: int | None = None
         self._drain_began_s: float | None = None
-        process.registry.register(DetokenizerCollector(decoders, self._ports))
+        process.registry.register(DetokenizerCollector(decoders, self._ports_of_roles))
         process.on_stop = self._receiver.interrupt
 
     async def run(self) -> None:
@@ -67,9 +68,10 @@ class DetokenizerService:
             while not self._is_done(time.monotonic()):
                 self._greet(time.monotonic())
                 batch = await self._receiver.receive_batch(self._session.next_due_s(time.monotonic()))
+                turn_began_s = time.monotonic()
                 for port, envelope in batch:
                     self._take(port, envelope.message)
-                self._send_outgoing()
+                self._send_outgoing(turn_began_s)
                 self._check_scheduler(time.monotonic())
             self._send_to_scheduler(self._session.goodbye())
             linger_ms = _FAREWELL_MS
@@ -92,7 +94,7 @@ class DetokenizerService:
         if self._decoders.num_open:
             _log.warning("drain time is over: %d answers end here", self._decoders.num_open)
         self._decoders.end_all(Finish.BACKEND_LOST)
-        self._send_outgoing()
+        self._send_outgoing(now_s)
         return True
 
     def _is_drained(self, draining_s: float) -> bool:
@@ -125,7 +127,7 @@ class DetokenizerService:
             except ProtocolError as error:
                 self._refuse(message, f"the scheduler: {error}")
         elif isinstance(message, DecodeOpen):
-            self._decoders.open(message)
+            self._decoders.open(message, time.time())
         else:
             self._refuse(message, "the scheduler")
 
@@ -153,7 +155,7 @@ class DetokenizerService:
         for tokenizer in addresses.keys() - self._tokenizers.keys():
             self._tokenizers[tokenizer] = self._connect(addresses[tokenizer])
 
-    def _send_outgoing(self) -> None:
+    def _send_outgoing(self, turn_began_s: float) -> None:
         outgoing = self._decoders.take_outgoing()
         lost: set[bytes] = set()
         for tokenizer, chunks in outgoing.for_tokenizers():
@@ -162,8 +164,30 @@ class DetokenizerService:
                 lost.add(tokenizer)
         for message in outgoing.for_scheduler():
             self._send_to_scheduler(message)
+        num_rows = outgoing.num_rows
+        if num_rows:
+            self._decoders.times.add(time.monotonic() - turn_began_s, num_rows)
+        for ended in outgoing.ended:
+            self._report(ended)
         if lost:
             self._lose(lost)
+
+    def _report(self, ended: EndedAnswer) -> None:
+        """Tells how an answer fared here; one that its tokenizer cannot take at once is missed."""
+        work_s, wait_s = self._decoders.times.since(ended.sums_at_start)
+        report = HopReport(
+            request_id=ended.request_id,
+            attempt=ended.attempt,
+            role=Role.DETOKENIZER,
+            instance=self._process.identity.instance,
+            started_unix_us=int(1e6 * ended.started_unix_s),
+            wait_us=int(1e6 * wait_s),
+            work_us=int(1e6 * work_s),
+            counters={"chunks": ended.num_chunks, "tokens": ended.num_tokens},
+        )
+        port = self._tokenizers.get(ended.tokenizer)
+        if port is not None:
+            port.send_now(report)
 
     def _lose(self, tokenizers: set[bytes]) -> None:
         """A tokenizer that is not in the roster or reads nothing: its answers have no reader; the scheduler is told."""
@@ -179,6 +203,9 @@ class DetokenizerService:
     def _check_scheduler(self, now_s: float) -> None:
         if self._session.is_silent(now_s):
             raise SchedulerLostError(f"the scheduler has been silent for {SILENCE_LIMIT_S} s")
+
+    def _ports_of_roles(self) -> dict[Role, list[Port]]:
+        return {Role.SCHEDULER: [self._scheduler], Role.TOKENIZER: list(self._tokenizers.values())}
 
     def _ports(self) -> list[Port]:
         return [self._scheduler, *self._tokenizers.values()]

@@ -45,13 +45,19 @@ OF_TOKENIZER: Mapping[str, str] = {
 OF_SCHEDULER: Mapping[str, str] = {
     "scheduler_num_requests_running": "requests in the batch",
     "scheduler_num_requests_waiting": "requests not admitted yet",
+    "scheduler_num_requests_held": "of these, those that wait for a sibling's prompt",
+    "scheduler_num_requests_compiling": "of these, those whose grammar is being compiled",
     "scheduler_num_requests_retracted": "requests that wait to resume",
+    "scheduler_paused": "1 while an operator's pause holds: nothing is planned",
+    "scheduler_records": "requests known, ended ones not acknowledged included",
+    "scheduler_refused_requests": "requests not taken",
+    "scheduler_finished": "requests that ended, by `reason`: stop, length, abort, timeout, error",
     "scheduler_kv_pages": "pages of the KV pool",
     "scheduler_kv_pages_free": "pages that hold nothing",
     "scheduler_kv_pages_cached": "pages kept for reuse; free + cached is what new requests can have",
+    "scheduler_kv_pages_used": "pages that running requests need: the rest",
+    "scheduler_evicted_pages": "cached pages given up for others",
     "scheduler_plans_in_flight": "plans whose result has not come",
-    "scheduler_records": "requests known, ended ones not acknowledged included",
-    "scheduler_outbox_frames": "frames that wait for a peer to take them; should be 0",
     "scheduler_steps": "steps whose result came",
     "scheduler_prompt_tokens": "prompt tokens of admitted requests",
     "scheduler_cached_tokens": "of these, those that came from the prefix cache",
@@ -61,10 +67,14 @@ OF_SCHEDULER: Mapping[str, str] = {
     "scheduler_retracted": "times that a running request lost its pages: the pool is small for the load",
     "scheduler_dropped_rows": "rows of results for requests that had ended",
     "scheduler_failed_rows": "rows that failed alone",
-    "scheduler_evicted_pages": "cached pages given up for others",
-    "scheduler_refused_requests": "requests not taken",
+    "scheduler_outbox_frames": "frames that wait for a peer to take them, by `link`; should be 0",
     "scheduler_stale_messages": "messages about unknown requests or other attempts",
     "scheduler_dropped_messages": "messages and frames dropped",
+    "scheduler_queue_seconds": "from a request's coming to its first plan",
+    "scheduler_prefill_seconds": "from a request's first plan to its first token",
+    "scheduler_step_rows": "rows of a step: the batch size",
+    "scheduler_step_tokens": "tokens of a step",
+    "scheduler_plan_seconds": "time to make a plan",
 }
 
 OF_GPU_WORKER: Mapping[str, str] = {
@@ -93,7 +103,7 @@ OF_GPU_WORKER: Mapping[str, str] = {
 
 OF_DETOKENIZER: Mapping[str, str] = {
     "detokenizer_open_answers": "answers begun and not ended",
-    "detokenizer_outbox_frames": "frames that wait to be sent",
+    "detokenizer_outbox_frames": "frames that wait to be sent, by `link`",
     "detokenizer_tokens": "tokens turned into text",
     "detokenizer_stop_strings": "answers ended by a stop string",
     "detokenizer_old_rows": "rows dropped: repeated, late, or of another attempt",
@@ -101,6 +111,8 @@ OF_DETOKENIZER: Mapping[str, str] = {
     "detokenizer_failed_answers": "answers that could not be decoded",
     "detokenizer_unread_answers": "answers dropped with their tokenizer process",
     "detokenizer_refused_messages": "messages and frames dropped",
+    "detokenizer_batch_rows": "chunks made in a turn",
+    "detokenizer_decode_seconds": "time of a turn: from the tokens' coming to their chunks' leaving",
 }
 
 TEXTS: Mapping[str, str] = {**OF_TOKENIZER, **OF_SCHEDULER, **OF_GPU_WORKER, **OF_DETOKENIZER}

@@ -12,6 +12,7 @@ import secrets
 from services.runtime.logs import about
 from services.scheduler.admission import RequestRefusedError
 from services.scheduler.deadlines import Deadlines
+from services.scheduler.journeys import Journeys
 from services.scheduler.load_report import RETRY_STARTING_S, FinishRate
 from services.scheduler.outcomes import Produced
 from services.scheduler.prompt_record import PromptPart
@@ -43,8 +44,9 @@ logger = logging.getLogger(__name__)
 class Answers:
     """The way of every answer between the cores and the other processes."""
 
-    def __init__(self, router: Router, port: RouterPort) -> None:
+    def __init__(self, router: Router, port: RouterPort, journeys: Journeys) -> None:
         self.router = router
+        self.journeys = journeys
         self.rate = FinishRate()
         self.num_refused = 0
         self.last_token_s: float | None = None
@@ -97,6 +99,7 @@ class Answers:
             fault = RequestRefusedError(500, "internal_error", f"The server failed (error {error_id}).")
             self.refuse(tokenizer, submit, fault, 0)
             return
+        record.received_s = now_s
         if submit.deadline_ms:
             self._deadlines.add(now_s + submit.deadline_ms / 1000, submit.request_id, submit.attempt)
         if record.request.state is RequestState.COMPILING:
@@ -137,14 +140,16 @@ class Answers:
         attempts, indexes = unpack_int32(message.attempts), unpack_int32(message.end_indexes)
         for request_id, attempt, index in zip(unpack_request_ids(message.request_ids), attempts, indexes, strict=True):
             record = self.router.find(request_id, attempt)
-            if record is not None and self.router.stop_found(record, index):
-                self._settle(record, now_s)
+            if record is not None:
+                was_alive = record.request.is_alive
+                if self.router.stop_found(record, index) and was_alive:
+                    self._settle(record, now_s)
 
     def decode_failed(self, message: DecodeFailed, now_s: float) -> None:
         """A detokenizer gave these up and told their clients."""
         for record in self._records(message.request_ids, message.attempts):
-            self.router.end(record, Finish.INTERNAL_ERROR)
-            self._settle(record, now_s)
+            if self.router.end(record, Finish.INTERNAL_ERROR) is not None:
+                self._settle(record, now_s)
             self.router.forget(record)
 
     def detokenizer_lost(self, detokenizer: bytes, now_s: float) -> None:
@@ -195,11 +200,13 @@ class Answers:
             record = self.router.settle(request, now_s)
             if record is None:
                 continue
+            if not record.first_token_s and item.token_ids:
+                self.journeys.first_token(record, now_s)
+            if item.finish and not record.is_admitted:
+                self._refuse_record(record, refusal_of_end(item.finish), now_s)
+                continue
             if item.finish:
-                self.rate.count(now_s)
-                if not record.is_admitted:
-                    self._refuse_record(record, refusal_of_end(item.finish), now_s)
-                    continue
+                self._count_end(record, now_s)
             self._batch(record.detokenizer).add(request, item.first_index, item.token_ids, item.finish)
         if any(item.token_ids for item in items):
             self.last_token_s = now_s
@@ -276,7 +283,11 @@ class Answers:
 
     def _settle(self, record: Record, now_s: float) -> None:
         self.router.settle(record.request, now_s)
+        self._count_end(record, now_s)
+
+    def _count_end(self, record: Record, now_s: float) -> None:
         self.rate.count(now_s)
+        self.journeys.ended(record, now_s)
 
     def _records(self, request_ids: bytes, attempts: bytes) -> list[Record]:
         pairs = zip(unpack_request_ids(request_ids), unpack_int32(attempts), strict=True)

@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections import deque
 
 from services.scheduler.admission import CoreLimits, check_fits
+from services.scheduler.core_counters import CoreCounters
 from services.scheduler.kv_ledger import KvLedger
-from services.scheduler.outcomes import CoreCounters, Produced
+from services.scheduler.outcomes import Produced
 from services.scheduler.policy import RemainderEstimate
 from services.scheduler.prompt_parts import PromptParts
 from services.scheduler.queues import RequestQueues
@@ -44,9 +45,10 @@ class Core:
         self.prompt_parts = PromptParts()
         self.reservations = Reservations(self.ledger, limits, RemainderEstimate())
         self._epoch = epoch
-        self._queues = RequestQueues()
+        self.queues = RequestQueues()
         self._rows = Rows(limits.max_rows)
         self._in_flight: deque[StepInFlight] = deque()
+        self._started: list[Request] = []
         self._num_arrived = 0
         self._num_planned_steps = 0
         self._is_stalled = False  # the last plan came out empty, and nothing has happened since
@@ -56,22 +58,17 @@ class Core:
     @property
     def num_waiting(self) -> int:
         """Requests that were never admitted."""
-        return self._queues.num_not_admitted
-
-    @property
-    def num_compiling(self) -> int:
-        """Those of them whose grammar is not compiled yet."""
-        return len(self._queues.compiling)
+        return self.queues.num_not_admitted
 
     @property
     def num_running(self) -> int:
         """Requests with a row."""
-        return len(self._queues.running)
+        return len(self.queues.running)
 
     @property
     def num_retracted(self) -> int:
         """Requests that lost their pages and will resume."""
-        return len(self._queues.retracted)
+        return len(self.queues.retracted)
 
     @property
     def num_in_flight(self) -> int:
@@ -79,9 +76,14 @@ class Core:
         return len(self._in_flight)
 
     @property
+    def num_tokens_of_last_plan(self) -> int:
+        """Tokens that the newest plan in flight computes; 0 when none is."""
+        return self._in_flight[-1].num_tokens if self._in_flight else 0
+
+    @property
     def num_open(self) -> int:
         """Requests that have not ended."""
-        return len(self._queues.open)
+        return len(self.queues.open)
 
     @property
     def num_free_rows(self) -> int:
@@ -91,12 +93,12 @@ class Core:
     @property
     def is_idle(self) -> bool:
         """Whether no request is open and no result outstanding."""
-        return not self._queues.open and not self._in_flight
+        return not self.queues.open and not self._in_flight
 
     @property
     def open_requests(self) -> list[Request]:
         """Every request that has not ended."""
-        return list(self._queues.open.values())
+        return list(self.queues.open.values())
 
     # ------------------------------------------------------------ events
 
@@ -107,7 +109,7 @@ class Core:
             RequestRefusedError: it can never run here (the client's fault), or the queue is full.
             ValueError: a request of this id is open: the router's fault.
         """
-        if submit.request_id in self._queues.open:
+        if submit.request_id in self.queues.open:
             raise ValueError(f"request {submit.request_id.hex()} is open already")
         max_length = check_fits(submit, self.limits, self.num_waiting, self._rows.num_free)
         request = Request(submit, max_length, self._num_arrived)
@@ -117,16 +119,16 @@ class Core:
         if request.finish:
             request.move_to(RequestState.FINISHED)
             return request
-        self._queues.enter(request)
+        self.queues.enter(request)
         if submit.sampling.grammar is None:
             self._queue_up(request)
         else:
-            self._queues.compile_first(request)
+            self.queues.compile_first(request)
         return request
 
     def grammar_asks(self) -> list[CompileGrammar]:
         """What the worker must be asked to compile since the last call."""
-        return self._queues.compiling.drain()
+        return self.queues.compiling.drain()
 
     def grammar_compiled(self, message: GrammarCompiled) -> list[Request]:
         """The worker has compiled a grammar, or says why it cannot be used.
@@ -134,7 +136,7 @@ class Core:
         Returns:
             Those who waited for it: now in the line, or ended. Nobody when all have ended meanwhile.
         """
-        requests = self._queues.compiling.answered(message)
+        requests = self.queues.compiling.answered(message)
         for request in requests:
             if message.problem:
                 self._finish(request, request.num_output, [], Finish.ABORTED)
@@ -175,9 +177,14 @@ class Core:
         by_row = rows_of(result)
         flight = self._in_flight.popleft()
         if result.prompt_logprobs or result.embeddings:
-            self.prompt_parts.take([*result.prompt_logprobs, *result.embeddings], self._queues.open)
+            self.prompt_parts.take([*result.prompt_logprobs, *result.embeddings], self.queues.open)
         self._is_stalled = False
+        for request in flight.new_requests:
+            if request.state is RequestState.RUNNING:
+                request.usage.enter_row(self.counters)
         self.counters.steps += 1
+        self.counters.forward_us += result.forward_us
+        self.counters.step_us += result.step_us
         self.counters.computed_tokens += flight.num_tokens
         self.reservations.estimate.on_step()
         outcomes = []
@@ -208,17 +215,24 @@ class Core:
         Raises:
             LedgerError, QueueError, CursorError: something does not add up: a fault of the scheduler.
         """
-        self._queues.check()
-        running = list(self._queues.running.values())
+        self.queues.check()
+        running = list(self.queues.running.values())
         self.ledger.check(running)
         self._rows.check(request.row for request in running)
         check_cursors(self.open_requests, self._in_flight, self.limits.page_size)
 
     # ------------------------------------------------------------ planning
 
+    def take_started(self) -> list[Request]:
+        """Who was part of a plan for the first time, since the last call."""
+        if not self._started:
+            return []
+        started, self._started = self._started, []
+        return started
+
     def can_plan(self) -> bool:
         """Whether `plan_step` is worth calling: a plan may go out, and something happened since the last empty one."""
-        has_work = self._queues.num_plannable > 0 or self._owes_release
+        has_work = self.queues.num_plannable > 0 or self._owes_release
         return has_work and not self._is_stalled and len(self._in_flight) <= self.limits.plans_ahead
 
     def plan_step(self) -> StepPlan | None:
@@ -228,7 +242,7 @@ class Core:
         """
         draft = StepDraft(self._num_planned_steps)
         decodes, prefills = self._split_running()
-        appended = self._grow(decodes + prefills)
+        appended = self.reservations.grow(decodes + prefills, self.queues.running.values(), self._retract)
         for request in decodes:
             if request.state is RequestState.RUNNING:
                 draft.add(request, 1)
@@ -247,7 +261,7 @@ class Core:
 
     @property
     def _owes_release(self) -> bool:
-        return self._rows.has_released and not self._queues.running and not self._in_flight
+        return self._rows.has_released and not self.queues.running and not self._in_flight
 
     def _split_running(self) -> tuple[list[Request], list[Request]]:
         """The running requests that have something to compute: those with one token to go, and those with more.
@@ -256,79 +270,63 @@ class Core:
         """
         decodes: list[Request] = []
         prefills: list[Request] = []
-        for request in self._queues.running.values():
+        for request in self.queues.running.values():
             if request.num_planned < request.compute_length:  # else all that it may produce is in flight
                 is_decode = request.num_expected - request.num_planned == 1
                 (decodes if is_decode else prefills).append(request)
         return decodes, prefills
 
-    def _grow(self, requests: list[Request]) -> dict[int, list[int]]:
-        """Gives pages to those that have filled theirs, retracting others where needed. Returns row -> new pages."""
-        appended: dict[int, list[int]] = {}
-        page_size = self.limits.page_size
-        for request in requests:
-            if request.num_expected <= len(request.pages) * page_size:
-                continue
-            num_missing = -(-request.num_expected // page_size) - len(request.pages)
-            while request.state is RequestState.RUNNING:
-                pages = self.ledger.extend(request, num_missing)
-                if pages is not None:
-                    appended[request.row] = pages
-                    break
-                victim = self.reservations.cheapest_victim(self._queues.running.values())
-                appended.pop(victim.row, None)
-                self._retract(victim)
-        return appended
-
     def _retract(self, request: Request) -> None:
         self._leave_row(request, is_sound=True)
-        self._queues.move(request, RequestState.RETRACTED)
+        self.queues.move(request, RequestState.RETRACTED)
         self.reservations.estimate.on_retraction()
+        request.usage.num_retractions += 1
         self.counters.retracted += 1
 
     # ------------------------------------------------------------ admission
 
     def _admit(self, draft: StepDraft, budget: int) -> None:
         """Lets requests begin or resume while rows, tokens of the step and pages last."""
-        if not (budget and self._rows.num_free and (self._queues.retracted or len(self._queues.waiting))):
+        if not (budget and self._rows.num_free and (self.queues.retracted or len(self.queues.waiting))):
             return
-        num_reserved = sum(map(self.reservations.expected_growth, self._queues.running.values()))
+        num_reserved = sum(map(self.reservations.expected_growth, self.queues.running.values()))
         while budget and self._rows.num_free and draft.has_room:
             request = self._next_to_admit()
-            is_alone = not self._queues.running
+            is_alone = not self.queues.running
             if request is None or not self.reservations.admit(request, budget, num_reserved, is_alone):
                 break
             if request.state is RequestState.WAITING:
                 self._count_admission(request)
-            self._queues.move(request, RequestState.RUNNING)
+            self.queues.move(request, RequestState.RUNNING)
             request.row = self._rows.take()
             draft.add_new_row(request)
             budget -= draft.add_most(request, budget)
             num_reserved += self.reservations.expected_growth(request)
-        if draft.new_rows:
-            self._queues.waiting.count_pass()
+        if draft.new_requests:
+            self.queues.waiting.count_pass()
 
     def _next_to_admit(self) -> Request | None:
         """Retracted requests resume before anything new; one with results in flight lets all wait for these."""
-        if not self._queues.retracted:
-            return self._queues.waiting.first(self.ledger.peek)
-        request = min(self._queues.retracted.values(), key=lambda retracted: retracted.arrival)
+        if not self.queues.retracted:
+            return self.queues.waiting.first(self.ledger.peek)
+        request = min(self.queues.retracted.values(), key=lambda retracted: retracted.arrival)
         is_in_flight = bool(self._in_flight) and request.last_step >= self._in_flight[0].step
         return None if is_in_flight else request
 
     def _count_admission(self, request: Request) -> None:
+        self._started.append(request)
         request.account.served_tokens += request.num_tokens - request.num_planned
         self.counters.admitted += 1
         self.counters.prompt_tokens += request.num_prompt
         self.counters.cached_tokens += request.cached_tokens
 
     def _queue_up(self, request: Request) -> None:
-        self.prompt_parts.adopt(request, self._queues.open.get(request.submit.group_id))
-        self._queues.queue_up(request, self._leader_of(request))
+        self.prompt_parts.adopt(request, self.queues.open.get(request.submit.group_id))
+        self.queues.queue_up(request, self._leader_of(request))
 
     def _leader_of(self, request: Request) -> Request | None:
         """The sibling whose prompt a new request should wait for, if that helps."""
-        leader = self._queues.open.get(request.submit.group_id)
+        leader = self.queues.open.get(request.submit.group_id)
         if leader is None or leader is request or leader.is_published or leader.state is RequestState.HELD:
             return None
         is_same = request.submit.prompt_token_ids == leader.submit.prompt_token_ids
@@ -364,25 +362,26 @@ class Core:
         return self._finish(request, request.num_output, [], request.prompt_end if is_told else Finish.INTERNAL_ERROR)
 
     def _release_held(self, leader: Request) -> None:
-        for sibling in self._queues.held.waiting_for(leader):
+        for sibling in self.queues.held.waiting_for(leader):
             self.prompt_parts.adopt(sibling, leader)
-        self._queues.release_held(leader)
+        self.queues.release_held(leader)
 
     def _finish(self, request: Request, first_index: int, token_ids: list[int], finish: Finish) -> Produced:
         is_sound = finish not in (Finish.NUMERICAL_ERROR, Finish.INTERNAL_ERROR)
         has_prompt = is_sound and request.num_computed >= request.num_prompt
         if request.state is RequestState.RUNNING:
             self._leave_row(request, is_sound)
-        self._queues.move(request, RequestState.FINISHED)
+        self.queues.move(request, RequestState.FINISHED)
         request.finish = finish
         self._is_stalled = False
         if has_prompt:
             self._release_held(request)
         else:
-            self._queues.replace_leader(request)
+            self.queues.replace_leader(request)
         return Produced(request, first_index, token_ids, finish)
 
     def _leave_row(self, request: Request, is_sound: bool) -> None:
+        request.usage.leave_row(self.counters, len(request.pages))
         self.ledger.release(request, is_sound)
         request.is_published = False
         self._rows.give_back(request.row)

@@ -3,74 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from services.runtime.metrics import PREFIX
-from services.scheduler.outcomes import CoreCounters
-from services.scheduler.router import Router
+from services.runtime.metrics import counter, gauge, histogram, labelled_counter, labelled_gauge
+from services.scheduler.answers import Answers
+from services.scheduler.core_counters import CoreCounters
+from services.scheduler.membership import Membership
+from services.scheduler.workers import Workers
+from services.wire.messages import Role
 from services.wire.transport import Port
-
-_COUNTER_TEXTS = {
-    "steps": "Steps whose result came",
-    "prompt_tokens": "Prompt tokens of admitted requests",
-    "cached_tokens": "Prompt tokens that came from the prefix cache",
-    "computed_tokens": "Tokens computed by the worker, those computed again after a retraction included",
-    "output_tokens": "Tokens produced",
-    "admitted": "Requests admitted",
-    "retracted": "Times that a running request lost its pages",
-    "dropped_rows": "Rows of results for requests that had ended",
-    "failed_rows": "Rows that failed alone",
-}
 
 
 class SchedulerCollector(Collector):
     """Reads cores and records when asked, so that counting costs the loop nothing more than an addition."""
 
-    def __init__(self, router: Router, port: Port) -> None:
-        self._router = router
+    def __init__(self, workers: Workers, answers: Answers, port: Port, membership: Membership) -> None:
+        self._workers = workers
+        self._answers = answers
         self._port = port
-        self._left = CoreCounters()  # of workers that are gone: counters never fall
-        self._left_evicted = 0
-        self.num_refused = 0
+        self._membership = membership
         self.num_unexpected = 0
-
-    def worker_leaves(self, worker: bytes) -> None:
-        """Keeps the counts of a worker whose core is about to go."""
-        core = self._router.cores[worker]
-        self._left_evicted += core.ledger.num_evicted_pages
-        for field in fields(CoreCounters):
-            setattr(self._left, field.name, getattr(self._left, field.name) + getattr(core.counters, field.name))
 
     def collect(self) -> Iterable[Metric]:
         """One family for each number."""
-        cores = list(self._router.cores.values())
-        gauges = {
-            "num_requests_running": (sum(core.num_running for core in cores), "Requests in the batch"),
-            "num_requests_waiting": (sum(core.num_waiting for core in cores), "Requests not admitted yet"),
-            "num_requests_retracted": (sum(core.num_retracted for core in cores), "Requests that wait to resume"),
-            "kv_pages": (sum(core.limits.num_pages for core in cores), "Pages of the KV pool"),
-            "kv_pages_free": (sum(core.ledger.pool.num_free for core in cores), "Pages that hold nothing"),
-            "kv_pages_cached": (sum(core.ledger.cache.num_evictable_pages for core in cores), "Pages kept for reuse"),
-            "plans_in_flight": (sum(core.num_in_flight for core in cores), "Plans whose result has not come"),
-            "records": (self._router.num_records, "Requests known, ended ones not acknowledged included"),
-            "outbox_frames": (self._port.stats.outbox_frames, "Frames that wait to be sent"),
+        yield from self._requests()
+        yield from self._pages()
+        yield from self._work()
+        yield from self._messages()
+        yield from self._times()
+
+    def _requests(self) -> Iterable[Metric]:
+        router, finished = self._workers.router, self._answers.journeys.finished
+        cores = list(router.cores.values())
+        yield gauge("scheduler_num_requests_running", sum(core.num_running for core in cores))
+        yield gauge("scheduler_num_requests_waiting", sum(core.num_waiting for core in cores))
+        yield gauge("scheduler_num_requests_held", sum(len(core.queues.held) for core in cores))
+        yield gauge("scheduler_num_requests_compiling", sum(len(core.queues.compiling) for core in cores))
+        yield gauge("scheduler_num_requests_retracted", sum(core.num_retracted for core in cores))
+        yield gauge("scheduler_paused", self._workers.is_paused)
+        yield gauge("scheduler_records", router.num_records)
+        yield counter("scheduler_refused_requests", self._answers.num_refused)
+        yield labelled_counter("scheduler_finished", ["reason"], {(name,): n for name, n in finished.items()})
+
+    def _pages(self) -> Iterable[Metric]:
+        ledgers = [core.ledger for core in self._workers.router.cores.values()]
+        num_pages = sum(ledger.pool.num_pages for ledger in ledgers)
+        num_free = sum(ledger.pool.num_free for ledger in ledgers)
+        num_cached = sum(ledger.cache.num_evictable_pages for ledger in ledgers)
+        num_evicted = self._workers.left_evicted + sum(ledger.num_evicted_pages for ledger in ledgers)
+        yield gauge("scheduler_kv_pages", num_pages)
+        yield gauge("scheduler_kv_pages_free", num_free)
+        yield gauge("scheduler_kv_pages_cached", num_cached)
+        yield gauge("scheduler_kv_pages_used", num_pages - num_free - num_cached)
+        yield counter("scheduler_evicted_pages", num_evicted)
+
+    def _work(self) -> Iterable[Metric]:
+        cores = list(self._workers.router.cores.values())
+        sums = CoreCounters()
+        for counters in (self._workers.left, *(core.counters for core in cores)):
+            sums.add(counters)
+        yield gauge("scheduler_plans_in_flight", sum(core.num_in_flight for core in cores))
+        yield counter("scheduler_steps", sums.steps)
+        yield counter("scheduler_prompt_tokens", sums.prompt_tokens)
+        yield counter("scheduler_cached_tokens", sums.cached_tokens)
+        yield counter("scheduler_computed_tokens", sums.computed_tokens)
+        yield counter("scheduler_output_tokens", sums.output_tokens)
+        yield counter("scheduler_admitted", sums.admitted)
+        yield counter("scheduler_retracted", sums.retracted)
+        yield counter("scheduler_dropped_rows", sums.dropped_rows)
+        yield counter("scheduler_failed_rows", sums.failed_rows)
+
+    def _messages(self) -> Iterable[Metric]:
+        depths, of_role = self._port.outbox_depths(), self._membership.of
+        roles = (Role.TOKENIZER, Role.DETOKENIZER, Role.GPU_WORKER)
+        outboxes: dict[tuple[str, ...], float] = {
+            (str(role),): sum(depths.get(peer.routing_id, 0) for peer in of_role(role)) for role in roles
         }
-        for name, (value, text) in gauges.items():
-            yield GaugeMetricFamily(f"{PREFIX}scheduler_{name}", text, value=value)
-        for name, text in _COUNTER_TEXTS.items():
-            total = getattr(self._left, name) + sum(getattr(core.counters, name) for core in cores)
-            yield CounterMetricFamily(f"{PREFIX}scheduler_{name}", text, value=total)
-        counters = {
-            "evicted_pages": (
-                self._left_evicted + sum(core.ledger.num_evicted_pages for core in cores),
-                "Cached pages given up for others",
-            ),
-            "refused_requests": (self.num_refused, "Requests not taken"),
-            "stale_messages": (self._router.num_stale, "Messages about unknown requests or other attempts"),
-            "dropped_messages": (self.num_unexpected + self._port.stats.rejected, "Messages and frames dropped"),
-        }
-        for name, (value, text) in counters.items():
-            yield CounterMetricFamily(f"{PREFIX}scheduler_{name}", text, value=value)
+        yield labelled_gauge("scheduler_outbox_frames", ["link"], outboxes)
+        yield counter("scheduler_stale_messages", self._workers.router.num_stale)
+        yield counter("scheduler_dropped_messages", self.num_unexpected + self._port.stats.rejected)
+
+    def _times(self) -> Iterable[Metric]:
+        workers, journeys = self._workers, self._answers.journeys
+        yield histogram("scheduler_queue_seconds", journeys.queue_seconds)
+        yield histogram("scheduler_prefill_seconds", journeys.prefill_seconds)
+        yield histogram("scheduler_step_rows", workers.step_rows)
+        yield histogram("scheduler_step_tokens", workers.step_tokens)
+        yield histogram("scheduler_plan_seconds", workers.plan_seconds)

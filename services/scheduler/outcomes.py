@@ -1,4 +1,4 @@
-"""scheduler: what comes out of a core besides plans, and what it counts."""
+"""scheduler: what comes out of a core besides plans."""
 
 from __future__ import annotations
 
@@ -16,18 +16,3 @@ class Produced:
     first_index: int
     token_ids: list[int]
     finish: Finish
-
-
-@dataclass(slots=True)
-class CoreCounters:
-    """What happened so far; these only grow."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    computed_tokens: int = 0
-    output_tokens: int = 0
-    admitted: int = 0
-    retracted: int = 0
-    dropped_rows: int = 0
-    failed_rows: int = 0

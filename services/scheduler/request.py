@@ -18,6 +18,7 @@ from services.scheduler.logprob_record import LogprobRecord
 from services.scheduler.prompt_record import PromptRecord
 from services.scheduler.radix_cache import TOKEN_BYTES, Node
 from services.scheduler.tenants import TenantAccount
+from services.scheduler.usage import Usage
 from services.wire.columns import unpack_int32
 from services.wire.messages import NO_LOGPROBS, PLAIN_PROMPT, Finish, Submit, Task
 
@@ -91,6 +92,7 @@ class Request:
         "stop_ids",
         "submit",
         "token_bytes",
+        "usage",
     )
 
     def __init__(self, submit: Submit, max_length: int, arrival: int) -> None:
@@ -125,6 +127,7 @@ class Request:
         self.cached_tokens = -1  # how much of the prompt the cache gave; -1 until admitted
         self.peeked = (-1, 0, 0)  # version of the tree, known tokens, cached tokens: see KvLedger.peek
         self.queued_pass = 0
+        self.usage = Usage()
 
     @property
     def request_id(self) -> bytes:

@@ -5,12 +5,12 @@ It owns nothing: it looks at the ledger, the limits and the estimate of what ans
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 
 from services.scheduler.admission import CoreLimits
 from services.scheduler.kv_ledger import KvLedger, LedgerError
 from services.scheduler.policy import RemainderEstimate
-from services.scheduler.request import Request
+from services.scheduler.request import Request, RequestState
 
 
 class Reservations:
@@ -42,6 +42,35 @@ class Reservations:
             return self._ledger.take(request, 0)
         own_growth = self.expected_growth(request) - self._ledger.pages_for(request.num_tokens)
         return self._ledger.take(request, num_reserved + own_growth)
+
+    def grow(
+        self, requests: Iterable[Request], running: Collection[Request], retract: Callable[[Request], None]
+    ) -> dict[int, list[int]]:
+        """Gives pages to those that have filled theirs.
+
+        Args:
+            requests: who will compute in this step.
+            running: all that run, always up to date.
+            retract: takes one of them out, when there are too few pages.
+
+        Returns:
+            Row -> its new pages.
+        """
+        appended: dict[int, list[int]] = {}
+        page_size = self._limits.page_size
+        for request in requests:
+            if request.num_expected <= len(request.pages) * page_size:
+                continue
+            num_missing = -(-request.num_expected // page_size) - len(request.pages)
+            while request.state is RequestState.RUNNING:
+                pages = self._ledger.extend(request, num_missing)
+                if pages is not None:
+                    appended[request.row] = pages
+                    break
+                victim = self.cheapest_victim(running)
+                appended.pop(victim.row, None)
+                retract(victim)
+        return appended
 
     def cheapest_victim(self, running: Collection[Request]) -> Request:
         """The running request whose lost work costs least; among equals the youngest.

@@ -25,6 +25,7 @@ class Record:
     """One request: its ids and parameters, the worker that runs it, and the processes that its answer goes through.
 
     Until it `is_admitted` its tokenizer may still be told that it is refused, and no detokenizer has heard of it.
+    Times are monotonic: when it came, was first planned, and gave its first token; 0.0 when it has not.
     """
 
     request: Request
@@ -32,6 +33,9 @@ class Record:
     tokenizer: bytes
     detokenizer: bytes
     is_admitted: bool = False
+    received_s: float = 0.0
+    started_s: float = 0.0
+    first_token_s: float = 0.0
 
 
 class Router:

@@ -22,6 +22,7 @@ from services.scheduler.answers import Answers
 from services.scheduler.controls import Controls
 from services.scheduler.group import Group
 from services.scheduler.instruments import SchedulerCollector
+from services.scheduler.journeys import Journeys
 from services.scheduler.load_report import RETRY_DRAINING_S, LoadPacer, load_of
 from services.scheduler.membership import GreetingRefusedError, Peer
 from services.scheduler.router import Router
@@ -79,11 +80,11 @@ class SchedulerService:
         self._receiver = BlockingReceiver([self._port])
         process.on_stop = self._receiver.interrupt
         self._router = Router()
-        self._collector = SchedulerCollector(self._router, self._port)
-        process.registry.register(self._collector)
         self._group = Group(process.identity, self._port, process.vital_signs, now_s)
         self._workers = Workers(self._router, self._port, process.settings, process.identity.epoch)
-        self._answers = Answers(self._router, self._port)
+        self._answers = Answers(self._router, self._port, Journeys(process.identity, self._router, self._port))
+        self._collector = SchedulerCollector(self._workers, self._answers, self._port, self._group.membership)
+        process.registry.register(self._collector)
         self._controls = Controls(self._router, self._workers, self._answers)
         self._pacer = LoadPacer()
         self._fatal = ""  # why the process must end, once clients have been told
@@ -127,6 +128,7 @@ class SchedulerService:
         self._answers.tell_prompts()
         self._remove_silent(now_s)
         self._remove_unreachable(self._workers.plan(self._ready(Role.GPU_WORKER, can_drain=True), now_s), now_s)
+        self._answers.journeys.planned(now_s)
         self._answers.flush()
         self._remove_unreachable(self._unreachable_peers(), now_s)
         self._group.tell_roster()
@@ -266,7 +268,7 @@ class SchedulerService:
         elif peer.role is Role.DETOKENIZER:
             self._answers.detokenizer_lost(peer.routing_id, now_s)
         else:
-            self._answers.produced(self._workers.leave(peer, self._collector), now_s)
+            self._answers.produced(self._workers.leave(peer), now_s)
 
     # ------------------------------------------------------------ times
 

@@ -23,6 +23,7 @@ class StepInFlight:
     """A plan whose result has not come. Position i of every list is one row of the step.
 
     `ends` is how many tokens of the request are computed once it came, `samples` whether it brings a token.
+    `new_requests` got their row with it.
     """
 
     step: int
@@ -31,6 +32,7 @@ class StepInFlight:
     rows: list[int]
     ends: list[int]
     samples: bytes
+    new_requests: list[Request]
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class StepDraft:
     ends: list[int] = field(default_factory=list)
     samples: bytearray = field(default_factory=bytearray)
     new_rows: list[NewRow] = field(default_factory=list)
+    new_requests: list[Request] = field(default_factory=list)
     num_new_row_ids: int = 0
     num_logprob_tokens: int = 0
 
@@ -78,11 +81,13 @@ class StepDraft:
             num_new_tokens = min(num_new_tokens, MAX_LOGPROB_TOKENS - self.num_logprob_tokens)
             self.num_logprob_tokens += num_new_tokens
         if num_new_tokens:
+            request.usage.num_chunks += 1
             self.add(request, num_new_tokens)
         return num_new_tokens
 
     def add_new_row(self, request: Request) -> None:
         """Introduces a request that was just given its row and pages."""
+        self.new_requests.append(request)
         self.num_new_row_ids += request.num_tokens + len(request.pages)
         self.new_rows.append(
             NewRow(
@@ -99,7 +104,8 @@ class StepDraft:
 
     def in_flight(self) -> StepInFlight:
         """What to remember of it."""
-        return StepInFlight(self.step, self.num_tokens, self.requests, self.rows, self.ends, bytes(self.samples))
+        samples = bytes(self.samples)
+        return StepInFlight(self.step, self.num_tokens, self.requests, self.rows, self.ends, samples, self.new_requests)
 
     def plan(self, epoch: int, released_rows: list[int], appended: dict[int, list[int]]) -> StepPlan:
         """The message.

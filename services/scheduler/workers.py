@@ -6,13 +6,15 @@ Pure but for the port that it sends plans through; the shell brings the clock.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from services.runtime.config import Settings
+from services.runtime.histogram import TOKEN_BOUNDS, Histogram
 from services.runtime.session import SILENCE_LIMIT_S
 from services.scheduler.admission import WHOLE_PROMPTS, CoreLimits
 from services.scheduler.core import Core
-from services.scheduler.instruments import SchedulerCollector
+from services.scheduler.core_counters import CoreCounters
 from services.scheduler.membership import GreetingRefusedError, Peer
 from services.scheduler.outcomes import Produced
 from services.scheduler.router import Router
@@ -22,6 +24,8 @@ from services.wire.transport import RouterPort
 
 LEAST_STALL_S = 10.0
 _STALL_FACTOR = 10.0
+ROW_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PLAN_BOUNDS_S = (0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +70,28 @@ class Workers:
         port: where plans go out.
         settings: the operator's.
         epoch: the scheduler's own.
+        clock: for how long planning takes.
     """
 
-    def __init__(self, router: Router, port: RouterPort, settings: Settings, epoch: int) -> None:
+    def __init__(
+        self,
+        router: Router,
+        port: RouterPort,
+        settings: Settings,
+        epoch: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.left = CoreCounters()  # of workers that are gone
+        self.left_evicted = 0
+        self.step_rows = Histogram(ROW_BOUNDS)
+        self.step_tokens = Histogram(TOKEN_BOUNDS)
+        self.plan_seconds = Histogram(PLAN_BOUNDS_S)
         self.is_paused = False  # no plan goes out; requests keep their places and their pages
-        self._router = router
+        self.router = router
         self._port = port
         self._settings = settings
         self._epoch = epoch
+        self._clock = clock
         self._stall_limits_s: dict[bytes, float] = {}
         self._progress_s: dict[bytes, float] = {}
 
@@ -84,13 +102,13 @@ class Workers:
             GreetingRefusedError: its sizes and the settings cannot work together, or it shows another card than before.
         """
         card = peer.card
-        if card is None or peer.routing_id in self._router.cores:
+        if card is None or peer.routing_id in self.router.cores:
             return
         try:
             limits = limits_of(card, self._settings)
         except ValueError as error:
             raise GreetingRefusedError(str(error)) from error
-        self._router.cores[peer.routing_id] = Core(limits, self._epoch)
+        self.router.cores[peer.routing_id] = Core(limits, self._epoch)
         self._stall_limits_s[peer.routing_id] = stall_limit_s(card, limits)
         self._progress_s[peer.routing_id] = now_s
         logger.info(
@@ -99,13 +117,15 @@ class Workers:
             limits.chunk_tokens if limits.is_chunked else "off", limits.token_budget,
         )  # fmt: skip
 
-    def leave(self, peer: Peer, collector: SchedulerCollector) -> list[Produced]:
-        """Takes a worker out; all that it ran ends with BACKEND_LOST."""
-        if peer.routing_id not in self._router.cores:
+    def leave(self, peer: Peer) -> list[Produced]:
+        """Takes a worker out; all that it ran ends with BACKEND_LOST. What it counted is kept: counters never fall."""
+        core = self.router.cores.get(peer.routing_id)
+        if core is None:
             return []
-        collector.worker_leaves(peer.routing_id)
+        self.left.add(core.counters)
+        self.left_evicted += core.ledger.num_evicted_pages
         del self._stall_limits_s[peer.routing_id], self._progress_s[peer.routing_id]
-        return self._router.remove_worker(peer.routing_id)
+        return self.router.remove_worker(peer.routing_id)
 
     def take_result(self, peer: Peer, result: StepResult, now_s: float) -> list[Produced]:
         """Applies a result. One of a plan that a former scheduler made is dropped.
@@ -114,9 +134,9 @@ class Workers:
             ResultError: results of this worker are missing or do not fit its plans.
         """
         if result.epoch != self._epoch:
-            self._router.num_stale += 1
+            self.router.num_stale += 1
             return []
-        core = self._router.cores.get(peer.routing_id)
+        core = self.router.cores.get(peer.routing_id)
         if core is None:
             raise ResultError("a result of a worker that never showed its card")
         produced = core.apply_result(result)
@@ -133,7 +153,7 @@ class Workers:
         """
         unreachable = []
         for peer in peers:
-            core = self._router.cores.get(peer.routing_id)
+            core = self.router.cores.get(peer.routing_id)
             if core is None:
                 continue
             is_reached = all(self._port.send(peer.routing_id, ask) for ask in core.grammar_asks())
@@ -146,17 +166,21 @@ class Workers:
         return [
             peer
             for peer in peers
-            if peer.routing_id in self._router.cores
-            and self._router.cores[peer.routing_id].num_in_flight
+            if peer.routing_id in self.router.cores
+            and self.router.cores[peer.routing_id].num_in_flight
             and now_s - self._progress_s[peer.routing_id] > self._stall_limits_s[peer.routing_id]
         ]
 
     def _plan_for(self, peer: Peer, core: Core, now_s: float) -> bool:
         while core.can_plan() and not self.is_paused:
             is_first = not core.num_in_flight
+            begun_s = self._clock()
             plan = core.plan_step()
+            self.plan_seconds.observe(self._clock() - begun_s)
             if plan is None:
                 break
+            self.step_rows.observe(len(plan.samples))
+            self.step_tokens.observe(core.num_tokens_of_last_plan)
             if is_first:
                 self._progress_s[peer.routing_id] = now_s
                 peer.silence_limit_s = self._stall_limits_s[peer.routing_id]  # its loop waits for the step

@@ -129,6 +129,10 @@ class Port:
         """Whether something waits to be sent."""
         return bool(self._outboxes)
 
+    def outbox_depths(self) -> dict[bytes, int]:
+        """Frames that wait, for each peer that some wait for (the only peer of a connected socket is b"")."""
+        return {peer: len(outbox.frames) for peer, outbox in self._outboxes.items()}
+
     def forget(self, peer: bytes) -> None:
         """Drops what waits for a peer that is gone."""
         outbox = self._outboxes.pop(peer, None)

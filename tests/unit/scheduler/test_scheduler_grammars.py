@@ -32,7 +32,7 @@ def test_a_request_is_planned_only_when_its_grammar_is_compiled() -> None:
     driver = Driver(new_limits(64, 4))
     answer = driver.submit(new_submit(1, PROMPT, 5, grammar="a+"))
     assert answer.request.state is RequestState.COMPILING
-    assert (driver.core.num_waiting, driver.core.num_compiling) == (1, 1)
+    assert (driver.core.num_waiting, len(driver.core.queues.compiling)) == (1, 1)
     assert not driver.plan()
     (ask,) = driver.core.grammar_asks()
     assert (ask.request_id, ask.attempt, ask.grammar.text) == (id_of(1), 0, "a+")

@@ -7,12 +7,10 @@ import math
 import pytest
 
 from services.runtime.config import Settings
-from services.runtime.metrics import new_registry, snapshot
 from services.scheduler import router as router_module
 from services.scheduler import token_batch
 from services.scheduler.core import Core
 from services.scheduler.deadlines import Deadlines
-from services.scheduler.instruments import SchedulerCollector
 from services.scheduler.load_report import FinishRate, LoadPacer, load_of
 from services.scheduler.membership import GreetingRefusedError, Membership
 from services.scheduler.policy import RemainderEstimate
@@ -23,7 +21,6 @@ from services.wire.codec import decode, encode
 from services.wire.columns import unpack_int32
 from services.wire.endpoints import Identity
 from services.wire.messages import PROTOCOL_VERSION, Finish, Heartbeat, Hello, Role, State, Submit
-from services.wire.transport import PortStats
 from tests.unit.scheduler.core_driver import EPOCH, Driver, new_limits
 from tests.unit.scheduler.fake_worker import new_submit
 from tests.unit.scheduler.scheduler_group import worker_card
@@ -340,28 +337,3 @@ def test_many_long_answers_sent_again_are_cut_into_several_messages(monkeypatch:
     assert b"".join(message.request_ids for message in messages) == b"".join(request.request_id for request in requests)
     for message in messages:
         decode(encode(message))
-
-
-class NoPort:
-    stats = PortStats()
-
-
-def test_counters_never_fall_when_a_worker_leaves() -> None:
-    cores = RoutedCores(1)
-    registry = new_registry()
-    collector = SchedulerCollector(cores.router, NoPort())  # type: ignore[arg-type]
-    registry.register(collector)
-    cores.submit(new_submit(1, PROMPT, 4))
-    cores.run()
-
-    def read() -> dict[str, float]:
-        names = {key: key.split("\x1f")[2].removeprefix("tokenway:scheduler_") for key in snapshot(registry)}
-        return {names[key]: value for key, value in snapshot(registry).items()}
-
-    before = read()
-    assert (before["output_tokens_total"], before["prompt_tokens_total"], before["kv_pages"]) == (4, 11, 64)
-    collector.worker_leaves(b"0")
-    cores.router.remove_worker(b"0")
-    after = read()
-    assert (after["output_tokens_total"], after["kv_pages"]) == (4, 0)
-    assert all(after[name] >= value for name, value in before.items() if name.endswith("_total"))

@@ -1,0 +1,27 @@
+"""scheduler: what a core counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(slots=True)
+class CoreCounters:
+    """What happened so far; these only grow. Times are the worker's own, summed over its steps."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    admitted: int = 0
+    retracted: int = 0
+    dropped_rows: int = 0
+    failed_rows: int = 0
+    forward_us: int = 0
+    step_us: int = 0
+
+    def add(self, other: CoreCounters) -> None:
+        """Adds what another core counted."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))

@@ -1,0 +1,81 @@
+"""How answers fare in the detokenizer: shares of turns, and the report at the end of each answer."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.detokenizer.decoders import Decoders
+from services.detokenizer.incremental import TokenPieces
+from services.detokenizer.turn_times import EndedAnswer, TurnTimes
+from services.wire.columns import pack_int32
+from services.wire.messages import DecodeOpen, Finish, Heartbeat, HopReport, Role, TextParams, TokensProduced
+from tests.unit.detokenizer.peers import Group
+from tests.unit.detokenizer.test_detokenizer_decoders import LEFT, A, B, Table, opening, produced
+
+
+@pytest.fixture(scope="module")
+def group(smollm2_path: Path) -> Iterator[Group]:
+    group = Group(smollm2_path)
+    group.add_tokenizer()
+    yield group
+    group.close()
+
+
+def test_a_turn_is_work_by_its_rows_and_waiting_for_the_rest() -> None:
+    times = TurnTimes()
+    times.add(0.3, 3)
+    began = times.sums
+    times.add(0.5, 1)
+    times.add(1.0, 4)
+    assert times.since(began) == pytest.approx((0.75, 0.75))
+    assert times.sums == pytest.approx((0.85, 0.95))
+    assert times.turn_rows.total == 8
+    assert times.turn_seconds.total == pytest.approx(1.8)
+
+
+def test_an_answer_that_ends_says_what_it_was() -> None:
+    decoders = Decoders(TokenPieces(Table()))
+    decoders.times.add(0.5, 2)
+    decoders.open(opening(A, attempt=2), 1000.5)
+    decoders.open(opening(B, stop=("two",)), 1001.5)
+    decoders.advance(produced((A, 2, 0, [0, 2], Finish.NONE), (B, 0, 0, [0, 1, 2], Finish.NONE)))
+    decoders.advance(produced((A, 2, 2, [], Finish.TIMEOUT)))
+    outgoing = decoders.take_outgoing()
+    assert outgoing.num_rows == 3
+    assert outgoing.ended == [
+        EndedAnswer(LEFT, B, 0, 1001.5, (0.25, 0.25), num_chunks=1, num_tokens=2),
+        EndedAnswer(LEFT, A, 2, 1000.5, (0.25, 0.25), num_chunks=2, num_tokens=2),
+    ]
+    assert decoders.take_outgoing().ended == []
+
+
+def test_its_tokenizer_gets_the_report_after_the_last_chunk(group: Group) -> None:
+    tokenizer, request_id, before_us = group.tokenizers[0], secrets.token_bytes(16), int(1e6 * time.time())
+    group.send(DecodeOpen(request_id, 3, tokenizer.identity.routing_id, TextParams((), False, True, 0)))
+    for index, finish in enumerate([Finish.NONE, Finish.NONE, Finish.LENGTH]):
+        row = (pack_int32([3]), pack_int32([index]), pack_int32([1]), pack_int32([216]))
+        group.send(TokensProduced(request_id, *row, bytes([finish]), pack_int32([0])))
+    report = tokenizer.wait_until(lambda arrived: next((one for one in arrived if isinstance(one, HopReport)), None))
+    assert (report.request_id, report.attempt, report.role) == (request_id, 3, Role.DETOKENIZER)
+    assert report.counters == {"chunks": 3, "tokens": 3}
+    assert before_us <= report.started_unix_us <= int(1e6 * time.time())
+    assert report.work_us > 0 <= report.wait_us
+
+
+def test_turns_and_links_are_told_in_heartbeats(group: Group) -> None:
+    def told(arrived: object) -> dict[str, float] | None:
+        for message in group.scheduler.received(Heartbeat):
+            samples = {",".join(key.split("\x1f")[2:]): value for key, value in message.metrics.items()}
+            if samples.get("tokenway:detokenizer_batch_rows_sum", 0) >= 3:
+                return samples
+        return None
+
+    samples = group.scheduler.wait_until(told)
+    assert samples["tokenway:detokenizer_decode_seconds_count"] == samples["tokenway:detokenizer_batch_rows_count"] > 0
+    assert samples["tokenway:detokenizer_outbox_frames,link=scheduler"] == 0
+    assert samples["tokenway:detokenizer_outbox_frames,link=tokenizer"] == 0
