@@ -106,8 +106,8 @@ def run_detokenizer() -> None:
     open_unharmed, advance = Decoders.open, AnswerDecoder.advance
     marked: set[int] = set()
 
-    def noting_open(decoders: Decoders, message: DecodeOpen) -> None:
-        open_unharmed(decoders, message)
+    def noting_open(decoders: Decoders, message: DecodeOpen, unix_s: float = 0.0) -> None:
+        open_unharmed(decoders, message, unix_s)
         if STOP_MARK in message.text.stop:
             marked.add(id(decoders._open[message.request_id].decoder))
 
