@@ -125,8 +125,13 @@ class NativeFormat:
         if self._answers.has_logprobs:
             meta |= self._logprobs("output", progress.logprobs)
             if self._answers.prompt_from >= 0 and end is not None:
-                meta |= self._logprobs("input", progress.prompt[self._answers.prompt_from :])
+                meta |= self._logprobs("input", self._of_prompt(choice, progress))
         return {"text": "".join(progress.texts), "output_ids": list(progress.token_ids), "meta_info": meta}
+
+    def _of_prompt(self, choice: int, progress: _Progress) -> Sequence[TokenLogprobs]:
+        """What came of the prompt ends with it and may begin before the position wanted: the first has no own."""
+        count = self._answers.prompt_lengths[choice] - self._answers.prompt_from
+        return progress.prompt[-count:] if count > 0 else ()
 
     def _logprobs(self, side: str, tokens: Sequence[TokenLogprobs]) -> dict[str, object]:
         return {
