@@ -40,7 +40,7 @@ class Entrance:
         port: Never 0.
         is_encrypted: HTTPS.
         needs_key: Whether only a key opens more than whether the server is ready.
-        model: The served name, for the example.
+        model: The served name, for the example; "" when the model's files are to tell, then it is left out.
     """
 
     host: str
@@ -127,7 +127,8 @@ def local_url(host: str, port: int, *, is_encrypted: bool = False) -> str:
 def _welcome(url: str, entrance: Entrance, seconds: float) -> str:
     # Small models ramble when they sample; temperature 0 shows the same good answer to everybody.
     messages = [{"role": "user", "content": _QUESTION}]
-    body = {"model": entrance.model, "messages": messages, "temperature": 0, "stream": True}
+    model = {"model": entrance.model} if entrance.model else {}
+    body = {**model, "messages": messages, "temperature": 0, "stream": True}
     insecure = " -k" * entrance.is_encrypted
     key = " -H 'Authorization: Bearer YOUR_KEY'" * entrance.needs_key
     return (

@@ -32,6 +32,8 @@ _REASONS = {
 }
 REASONS = ("stop", "length", "abort", "timeout", "error")
 
+_ROUTINE = (200, 503)
+
 logger = logging.getLogger(__name__)
 
 
@@ -98,8 +100,10 @@ class RequestWatch:
         self.hop_s[HopName.HTTP].observe(record.duration_s)
         if record.request_id:
             self._end_answers(record)
-        if logger.isEnabledFor(self._level):
-            self._log(record)
+        is_routine = not record.tenant and status in _ROUTINE  # somebody looks whether the server lives
+        level = logging.DEBUG if is_routine else self._level
+        if logger.isEnabledFor(level):
+            _log(record, level)
 
     def take(self, report: HopReport) -> None:
         """Another process tells how an answer fared there."""
@@ -125,22 +129,23 @@ class RequestWatch:
         if self._spans is not None:
             self._spans.add(record)
 
-    def _log(self, record: RequestRecord) -> None:
-        ttft_s = record.first_token_s
-        fields: dict[str, object] = {
-            "route": record.route,
-            "status": record.status,
-            "prompt_tokens": record.prompt_tokens,
-            "cached_tokens": record.cached_tokens,
-            "output_tokens": record.output_tokens,
-            "ttft_ms": None if ttft_s is None else round(1000 * ttft_s, 3),
-            "duration_ms": round(1000 * record.duration_s, 3),
-            "tenant": record.tenant,
-        }
-        told = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
-        logger.log(self._level, "request ended: %s", told, extra=about(record.request_id, **fields))
-
 
 def reason_of(answer: AnswerSummary) -> str:
     """One of REASONS: how an answer ended; one whose client left first was aborted."""
     return _REASONS.get(answer.finish, "error")
+
+
+def _log(record: RequestRecord, level: int) -> None:
+    ttft_s = record.first_token_s
+    fields: dict[str, object] = {
+        "route": record.route,
+        "status": record.status,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "output_tokens": record.output_tokens,
+        "ttft_ms": None if ttft_s is None else round(1000 * ttft_s, 3),
+        "duration_ms": round(1000 * record.duration_s, 3),
+        "tenant": record.tenant,
+    }
+    told = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+    logger.log(level, "request ended: %s", told, extra=about(record.request_id, **fields))
