@@ -18,6 +18,7 @@ from services.tokenizer.answer_parts import (
     AnswerEnd,
     AnswerFormat,
     Part,
+    Text,
     TokenLogprobs,
     ToolCallArguments,
     ToolCallStart,
@@ -120,17 +121,15 @@ class StreamOptions:
 class EventStream:
     """The events of one streamed request, from the opening ones to the ending."""
 
-    def __init__(
-        self, answer_format: AnswerFormat, answers: Sequence[PendingAnswer], options: StreamOptions | None = None
-    ) -> None:
+    def __init__(self, answer_format: AnswerFormat, answers: Sequence[PendingAnswer]) -> None:
         """Nothing is written before `open`.
 
         Args:
             answer_format: Makes the events.
             answers: One for each answer.
-            options: What the stream tells beside them.
         """
-        self.options = options or StreamOptions()
+        self._options = StreamOptions()
+        self._tells_more = False
         self.failure: ApiError | None = None
         """The error that ends the stream."""
         self.done: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
@@ -144,6 +143,11 @@ class EventStream:
         self._num_shown = [0] * len(answers)
         self._output: EventOutput | None = None
         self._last_write_s = 0.0
+
+    def tell(self, options: StreamOptions) -> None:
+        """What goes out beside the answers; before anything of them has come."""
+        self._options = options
+        self._tells_more = options.has_continuous_usage or bool(options.event_id)
 
     def open(self, output: EventOutput) -> None:
         """The head of the response is out: events may follow."""
@@ -211,12 +215,18 @@ class EventStream:
 
     def _events_of(self, choice: int) -> bytes:
         answer = self._answers[choice]
+        if answer.is_plain and answer.opening is None and not self._endings and not self._tells_more:  # nearly always
+            text = answer.take_text()
+            return self._format.delta(choice, AnswerDelta((Text(text),))) if text else b""
+        return self._all_events_of(choice, answer)
+
+    def _all_events_of(self, choice: int, answer: PendingAnswer) -> bytes:
         events = b""
         if answer.opening is not None and not answer.awaits_prompt:
             opening, answer.opening = answer.opening, None
             events = self._named(choice, self._format.delta(choice, opening))
         ending = self._endings.pop(choice, None) if self._endings else None
-        options = self.options
+        options = self._options
         usage = options.usage() if options.has_continuous_usage else None
         delta = answer.take(usage) if ending is None else answer.take_last(usage)
         if delta is not None:
@@ -229,16 +239,16 @@ class EventStream:
 
     def _named(self, choice: int, events: bytes, delta: AnswerDelta | None = None) -> bytes:
         """The events, with the place that they take a reader to if it wants to know: how much of each answer it has."""
-        if not self.options.event_id or not events:  # nearly always
+        if not self._options.event_id or not events:
             return events
         if delta is not None:
             self._num_shown[choice] += num_shown(delta)
-        return with_event_id(events, f"{self.options.event_id}/{'-'.join(map(str, self._num_shown))}")
+        return with_event_id(events, f"{self._options.event_id}/{'-'.join(map(str, self._num_shown))}")
 
     def _ending(self) -> bytes:
         if self.failure is not None:
             return self._format.error(self.failure)
-        return self._format.ending(self.options.usage() or {})
+        return self._format.ending(self._options.usage() or {})
 
     def _write(self, data: bytes) -> None:
         if data and self._output is not None:

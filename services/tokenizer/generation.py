@@ -161,7 +161,7 @@ class Generation:
     async def _stream(self, call: GenerationCall) -> web.StreamResponse:
         events = EventStream(call.format, _pending(call.wanted, call.parsers))
         opened = await self._open(call.wanted, events, call.received_s)
-        events.options = _options(call, opened)
+        events.tell(_options(call, opened))
         try:
             await opened.admission
             if events.failure is not None:  # nothing is written yet: it can still be a status
@@ -219,6 +219,7 @@ def _pending(wanted: AnswersWanted, parsers: ParserFactory | None) -> list[Pendi
             None if parsers is None else parsers(),
             stop_ids=stop_ids,
             keeps_ids=bool(body.return_token_ids),
+            keeps_logprobs=wanted.num_answer_logprobs != NO_LOGPROBS,
             awaits_prompt=prompt.asks.num_logprobs != NO_LOGPROBS,
             echoes_logprobs=bool(prompt.text) and wanted.num_answer_logprobs != NO_LOGPROBS,
         )

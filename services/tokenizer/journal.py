@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from services.tokenizer.answer_parts import TokenLogprobs
 from services.tokenizer.prompt_pieces import PromptPieces
@@ -34,7 +34,7 @@ class ChunkRow(NamedTuple):
     request_id: bytes
     attempt: int
     first_index: int
-    token_ids: list[int]
+    token_ids: Sequence[int]
     text_offset: int
     text: str
     finish: Finish
@@ -44,12 +44,16 @@ class ChunkRow(NamedTuple):
     stop: str
 
 
-class AnswerNews(NamedTuple):
-    """What a row added to an answer: text, ids, and one `TokenLogprobs` an id if the request asked for them."""
+class NewPart(NamedTuple):
+    """What of a row was new: text, ids, and one `TokenLogprobs` an id if the request asked for them."""
 
     text: str
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs]
+
+
+AnswerNews: TypeAlias = ChunkRow | NewPart
+"""What was added to an answer; a row itself where all of it is new."""
 
 
 class Ending(NamedTuple):
@@ -173,34 +177,34 @@ class JournalEntry:
             GapError: something before this row is missing; nothing was taken.
             ProtocolError: the row contradicts itself or what was taken before; nothing was taken.
         """
-        if row.attempt != self.attempt or self.finish is not Finish.NONE:
+        _, attempt, first_index, token_ids, text_offset, text, finish, num_tokens, num_cached, logprobs, stop = row
+        if attempt != self.attempt or self.finish is not Finish.NONE:
             return None
-        if row.logprobs and len(row.logprobs) != len(row.token_ids):
-            raise ProtocolError(f"{len(row.logprobs)} log-probabilities for {len(row.token_ids)} ids")
-        if row.first_index == self.next_index and row.text_offset == self.next_text_offset:
-            news = AnswerNews(row.text, row.token_ids, row.logprobs)
-        else:
+        if logprobs and len(logprobs) != len(token_ids):
+            raise ProtocolError(f"{len(logprobs)} log-probabilities for {len(token_ids)} ids")
+        news: AnswerNews = row
+        if first_index != self.next_index or text_offset != self.next_text_offset:
             news = self._new_part(row)
-        text, token_ids, _ = news
-        if row.finish is not Finish.NONE:
-            self.finish = row.finish
-            self.stop = row.stop
-            self.completion_tokens = row.completion_tokens
+            text, token_ids, _ = news
+        if finish is not Finish.NONE:
+            self.finish = finish
+            self.stop = stop
+            self.completion_tokens = num_tokens
         elif not token_ids and not text:
             return None
         self.output_token_ids += token_ids
         self.next_index += len(token_ids)
         self.next_text_offset += len(text) if text.isascii() else len(text.encode())
-        self.cached_tokens = row.cached_tokens
+        self.cached_tokens = num_cached
         return news
 
-    def _new_part(self, row: ChunkRow) -> AnswerNews:
+    def _new_part(self, row: ChunkRow) -> NewPart:
         """What of a row lies above the cursors."""
         num_known_ids = self.next_index - row.first_index
         num_known_bytes = self.next_text_offset - row.text_offset
         if num_known_ids < 0 or num_known_bytes < 0:
             if row.finish in _BAD_ENDS:
-                return AnswerNews("", (), ())
+                return NewPart("", (), ())
             raise GapError
         if num_known_ids > len(row.token_ids) and row.finish is not Finish.NONE and row.finish not in _BAD_ENDS:
             raise ProtocolError(f"an answer ends {num_known_ids - len(row.token_ids)} ids below its cursor")
@@ -208,4 +212,4 @@ class JournalEntry:
             text = row.text.encode()[num_known_bytes:].decode()
         except UnicodeDecodeError:
             raise ProtocolError("a replayed text differs from the one before") from None
-        return AnswerNews(text, row.token_ids[num_known_ids:], row.logprobs[num_known_ids:])
+        return NewPart(text, row.token_ids[num_known_ids:], row.logprobs[num_known_ids:])

@@ -29,12 +29,14 @@ class PendingAnswer:
         "_echoes_logprobs",
         "_has_tool_calls",
         "_keeps_ids",
+        "_keeps_logprobs",
         "_logprobs",
         "_parser",
         "_stop_ids",
         "_texts",
         "_token_ids",
         "awaits_prompt",
+        "is_plain",
         "opening",
     )
 
@@ -45,6 +47,7 @@ class PendingAnswer:
         *,
         stop_ids: frozenset[int] = frozenset(),
         keeps_ids: bool = False,
+        keeps_logprobs: bool = False,
         awaits_prompt: bool = False,
         echoes_logprobs: bool = False,
     ) -> None:
@@ -55,6 +58,7 @@ class PendingAnswer:
             parser: Makes parts of the text; None gives it as it is.
             stop_ids: The client's own stop ids: the end tells which of them it was.
             keeps_ids: Whether the format shows ids.
+            keeps_logprobs: Whether it shows log-probabilities.
             awaits_prompt: Whether the prompt's log-probabilities come first.
             echoes_logprobs: Whether these are entries of the answer too, as its echo is text of it.
         """
@@ -62,6 +66,9 @@ class PendingAnswer:
         self._parser = parser
         self._stop_ids = stop_ids
         self._keeps_ids = keeps_ids
+        self._keeps_logprobs = keeps_logprobs
+        self.is_plain = parser is None and not (keeps_ids or keeps_logprobs or awaits_prompt)
+        """Whether it is nothing but text: then `take_text` gives all there is."""
         self._echoes_logprobs = echoes_logprobs
         self.awaits_prompt = awaits_prompt
         self.opening = AnswerDelta((Text(echo),)) if echo and not awaits_prompt else None
@@ -77,8 +84,15 @@ class PendingAnswer:
             self._texts.append(news.text)
         if self._keeps_ids:
             self._token_ids += news.token_ids
-        if news.logprobs:
+        if self._keeps_logprobs:
             self._logprobs += news.logprobs
+
+    def take_text(self) -> str:
+        """The text that can be shown now; "" for none."""
+        texts = self._texts
+        text = texts[0] if len(texts) == 1 else "".join(texts)
+        texts.clear()
+        return text
 
     def set_prompt(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """The prompt's log-probabilities, one for each token."""
@@ -88,19 +102,16 @@ class PendingAnswer:
 
     def take(self, usage: Mapping[str, object] | None = None) -> AnswerDelta | None:
         """What can be shown now; None for nothing."""
-        texts = self._texts
-        if not texts or self.awaits_prompt:
+        if not self._texts or self.awaits_prompt:
             return None
-        text = texts[0] if len(texts) == 1 else "".join(texts)
-        texts.clear()
+        text = self.take_text()
         return self._delta((Text(text),) if self._parser is None else self._parser.feed(text), usage)
 
     def take_last(self, usage: Mapping[str, object] | None = None) -> AnswerDelta | None:
         """What can be shown now that nothing more will come."""
         if self._parser is None:
             return self.take(usage)
-        text = "".join(self._texts)
-        self._texts.clear()
+        text = self.take_text()
         return self._delta([*(self._parser.feed(text) if text else ()), *self._parser.finish()], usage)
 
     def take_end(

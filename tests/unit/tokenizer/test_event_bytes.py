@@ -15,7 +15,7 @@ from services.tokenizer.answer_sinks import KEEP_ALIVE_S, MAX_PENDING_CHARACTERS
 from services.tokenizer.api_error import ApiError
 from services.tokenizer.chat_format import ChatFormat
 from services.tokenizer.completion_format import CompletionFormat
-from services.tokenizer.journal import AnswerNews, Ending
+from services.tokenizer.journal import Ending, NewPart
 from services.tokenizer.openai_chunks import AnswerHead
 from services.tokenizer.pending_answer import PendingAnswer
 from services.tokenizer.sse import json_string
@@ -49,8 +49,8 @@ def stream_of(answer_format: AnswerFormat, num_answers: int = 1) -> EventStream:
     return EventStream(answer_format, [PendingAnswer() for _ in range(num_answers)])
 
 
-def news(text: str) -> AnswerNews:
-    return AnswerNews(text, [1], ())
+def news(text: str) -> NewPart:
+    return NewPart(text, [1], ())
 
 
 def delta(text: str) -> AnswerDelta:

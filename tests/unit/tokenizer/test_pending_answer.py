@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.tokenizer.answer_parts import AnswerDelta, Part, Reasoning, Text, TokenLogprobs, ToolCallStart
-from services.tokenizer.journal import AnswerNews, Ending
+from services.tokenizer.journal import Ending, NewPart
 from services.tokenizer.pending_answer import PendingAnswer
 from services.wire.messages import Finish
 
@@ -44,13 +44,13 @@ def entry(token_id: int) -> TokenLogprobs:
     return TokenLogprobs(token_id, -0.5)
 
 
-def news(index: int, text: str) -> AnswerNews:
-    return AnswerNews(text, [index], [entry(index)])
+def news(index: int, text: str) -> NewPart:
+    return NewPart(text, [index], [entry(index)])
 
 
 @given(pieces=st.lists(st.sampled_from(PIECES), min_size=1, max_size=12), takes=st.sets(st.integers(0, 12)))
 def test_ids_and_log_probabilities_come_once_each_with_text_or_the_end(pieces: list[str], takes: set[int]) -> None:
-    answer = PendingAnswer(keeps_ids=True)
+    answer = PendingAnswer(keeps_ids=True, keeps_logprobs=True)
     deltas: list[AnswerDelta | None] = []
     for index, piece in enumerate(pieces):
         answer.add(news(index, piece))
@@ -82,7 +82,7 @@ def test_parts_do_not_depend_on_how_the_text_was_cut(pieces: list[str], takes: s
 
 
 def test_stp_02_text_that_a_parser_holds_back_holds_its_probabilities_back() -> None:
-    answer = PendingAnswer(parser=Brackets())
+    answer = PendingAnswer(parser=Brackets(), keeps_logprobs=True)
     answer.add(news(1, "(thi"))
     assert answer.take() is None
     answer.add(news(2, "nk)"))
@@ -97,7 +97,7 @@ def test_stp_02_text_that_a_parser_holds_back_holds_its_probabilities_back() -> 
 
 
 def test_what_no_text_followed_is_in_the_rest() -> None:
-    answer = PendingAnswer(keeps_ids=True)
+    answer = PendingAnswer(keeps_ids=True, keeps_logprobs=True)
     answer.add(news(1, "a"))
     assert answer.take() == AnswerDelta((Text("a"),), [1], [entry(1)])
     answer.add(news(2, ""))
