@@ -1,6 +1,6 @@
 """What sampling costs a step, by what its rows ask for: rules, log-probabilities, grammars, beside plain greedy rows.
 
-    python -m bench.sampling_cost [--rows 1 16] [--vocab 49152] [--threads 1] [--device cpu]
+    python -m bench.sampling_cost [--rows 1 16] [--vocab 49152] [--threads 1] [--device cpu] [--out FILE]
 
 Random logits, no model: each figure is the median time of everything between the forward pass and the result on the
 host, for a step in which every row asks for the same. All kinds are run in turn, round after round, so that what else
@@ -10,6 +10,7 @@ the machine does falls on all of them alike; read the ratios, not the millisecon
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -148,11 +149,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=None, help="write the numbers as JSON")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    for key, value in provenance().items():
+    source = provenance()
+    for key, value in source.items():
         print(f"{key}: {value}")
+    results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         runner = new_runner(options.vocab, device, Path(folder))
         for num_rows in options.rows:
@@ -162,6 +166,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             for name, milliseconds in found.items():
                 print(f"  {name:26s} {milliseconds:8.3f} ms {milliseconds / found['greedy']:7.2f} x greedy")
+            results[f"{num_rows} rows"] = {name: round(milliseconds, 4) for name, milliseconds in found.items()}
+    if options.out is not None:
+        report = source | {"vocab_size": options.vocab, "threads": options.threads, "milliseconds": results}
+        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _no_wait() -> None:
