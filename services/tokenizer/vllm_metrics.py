@@ -44,6 +44,7 @@ NAMES: Mapping[str, Renamed] = {
     "prompt_tokens": Renamed("prompt_tokens"),
     "generation_tokens": Renamed("generation_tokens"),
     "request_success": Renamed("finished_answers", labels={"reason": "finished_reason"}),
+    "iteration_tokens_total": Renamed("scheduler_step_tokens"),
     "time_to_first_token_seconds": Renamed("time_to_first_token_seconds"),
     "time_per_output_token_seconds": Renamed("inter_token_latency_seconds"),
     "inter_token_latency_seconds": Renamed("inter_token_latency_seconds"),

@@ -33,6 +33,7 @@ ASKED_FOR = {
     "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total",
     "vllm:request_success_total",
+    "vllm:iteration_tokens_total_bucket",
     "vllm:time_to_first_token_seconds_bucket",
     "vllm:time_per_output_token_seconds_bucket",
     "vllm:inter_token_latency_seconds_bucket",
@@ -106,6 +107,7 @@ def samples() -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         counter("scheduler_retracted", 2),
         counter("scheduler_prompt_tokens", 50),
         counter("scheduler_cached_tokens", 30),
+        histogram("scheduler_step_tokens", filled(0.5)),
     )
     group.members = (scheduler, tokenizer("0", 1), tokenizer("1", 2))
     found = {}
