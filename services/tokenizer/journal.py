@@ -73,7 +73,7 @@ def chunk_rows(chunks: TextChunks) -> list[ChunkRow]:
     """The rows of a message (the wire has checked that its columns fit together)."""
     counts = unpack_int32(chunks.counts)
     finishes = [_FINISHES[value] for value in chunks.finishes]
-    stops = iter(chunks.stops)
+    stops, no_stops = iter(chunks.stops), repeat("", len(counts))
     rows = zip(
         unpack_request_ids(chunks.request_ids),
         unpack_int32(chunks.attempts),
@@ -85,7 +85,7 @@ def chunk_rows(chunks: TextChunks) -> list[ChunkRow]:
         unpack_int32(chunks.completion_tokens),
         unpack_int32(chunks.cached_tokens),
         _logprobs_of(chunks, counts),
-        [next(stops) if finish is Finish.STOP_STRING else "" for finish in finishes],
+        [next(stops) if finish is Finish.STOP_STRING else "" for finish in finishes] if chunks.stops else no_stops,
         strict=True,
     )
     return [ChunkRow._make(row) for row in rows]

@@ -11,7 +11,7 @@ import pytest
 
 from services.runtime import metric_texts
 from services.runtime.config import Settings
-from services.tokenizer import field_tables, health, http_connection, message_fields, openai_schema
+from services.tokenizer import field_tables, health, http_connection, message_fields, sampling_body
 from services.tokenizer.api_error import Code, finish_error
 from services.tokenizer.openai_schema import ChatBody, CompletionBody
 from services.tokenizer.routes import ROUTES
@@ -132,8 +132,13 @@ def test_every_metric_is_exported_with_its_line_of_help(server: Server) -> None:
         ("more than 30 s (`--body-timeout-s`)", Settings().body_timeout_s),
         ("\n  60 s (`--write-timeout-s`)", Settings().write_timeout_s),
         ("(`--drain-timeout-s`, 30 s)", Settings().drain_timeout_s),
-        ("up to 16, each 1 to 1,024 bytes", openai_schema.MAX_STOP_STRINGS),
-        ("up to 256 ids", openai_schema.MAX_STOP_TOKEN_IDS),
+        ("up to 16, each 1 to 1,024 bytes", Settings().max_stop_strings),
+        ("up to 256 ids", sampling_body.MAX_STOP_TOKEN_IDS),
+        ("at most 1,024 (`--max-logit-bias`)", Settings().max_logit_bias),
+        ("at most 20 (`--max-logprobs`); needs", Settings().max_logprobs),
+        ("up to 256 texts", sampling_body.MAX_BAD_WORDS),
+        ("at most 1,024 bytes, whose last", sampling_body.MAX_BAD_WORD_BYTES),
+        ("at most 86,400: seconds", sampling_body.MAX_TIMEOUT_S),
         ("over 64 headers (`--max-headers`)", Settings().max_headers),
         ("over 8 KiB (`--max-header-bytes`)", Settings().max_header_bytes // 1024),
         ("over 32 KiB (`--max-head-bytes`)", Settings().max_head_bytes // 1024),
