@@ -3,8 +3,8 @@
     python -m bench.sampling_cost [--rows 1 16] [--vocab 49152] [--threads 1] [--device cpu] [--out FILE]
 
 Random logits, no model: each figure is the median time of everything between the forward pass and the result on the
-host, for a step in which every row asks for the same. All kinds are run in turn, round after round, so that what else
-the machine does falls on all of them alike; read the ratios, not the milliseconds.
+host, for a step in which every row asks for the same. All kinds are run in turn, round after round, and on a CPU it is
+the processor time that counts, so that what else the machine does hardly shows; read the ratios, not the milliseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from bench.provenance import provenance
 from bench.random_checkpoints import Shape, write_checkpoint
 from services.gpu_worker.attention import attention_for
 from services.gpu_worker.bit_masks import pack_ids
+from services.gpu_worker.host_limits import keep_freed_memory
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.prepared_step import Spans
@@ -125,6 +126,7 @@ def new_runner(vocab_size: int, device: torch.device, folder: Path) -> ModelRunn
 def measure(runner: ModelRunner, num_rows: int, num_rounds: int, wait: Callable[[], None]) -> dict[str, float]:
     """Median milliseconds of a step of each kind."""
     device = runner.kv_cache.keys.device
+    now_s = process_time if device.type == "cpu" else perf_counter
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(num_rows, runner.config.vocab_size, generator=generator) * 3).to(device)
     kinds = {name: Kind(name, runner, num_rows) for name in KINDS}
@@ -133,11 +135,11 @@ def measure(runner: ModelRunner, num_rows: int, num_rounds: int, wait: Callable[
         for name, kind in kinds.items():
             own = logits.clone()
             wait()
-            begin = perf_counter()
+            begin = now_s()
             kind.step(own)
             wait()
             if round_ >= 2:  # the first ones grow tables
-                times[name].append(1000 * (perf_counter() - begin))
+                times[name].append(1000 * (now_s() - begin))
     return {name: median(values) for name, values in times.items()}
 
 
@@ -152,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=None, help="write the numbers as JSON")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
+    keep_freed_memory()  # as the worker does
     device = torch.device(options.device)
     source = provenance()
     for key, value in source.items():
