@@ -54,7 +54,7 @@ def _check_unfetched(settings: Settings) -> Iterator[Finding]:
     try:
         published = look_up(source)
         yield _check_room(settings.model, published.num_bytes, directory)
-        with tempfile.TemporaryDirectory(prefix="tokenway-doctor-") as folder:
+        with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
             published.fetch_configuration(Path(folder))
             yield _check_fit(dataclasses.replace(settings, model=folder), "--config-only")
     except ModelNotFoundError as error:

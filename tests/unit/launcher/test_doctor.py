@@ -212,7 +212,7 @@ def test_a_port_without_a_scheduler_is_a_failure(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_real_scheduler_answers_and_has_no_new_member(tmp_path: Path) -> None:
-    directory = Path(f"/tmp/tokenway-test-{os.getpid()}")
+    directory = Path(f"/tmp/scheduler-test-{os.getpid()}")
     directory.mkdir(mode=0o700)
     environment = inherited_environment() | {"TOKENWAY_RUN_DIR": str(directory), "TOKENWAY_INSTANCE": "0"}
     command = [sys.executable, "-m", "services.scheduler"]
