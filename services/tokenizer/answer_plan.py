@@ -26,6 +26,7 @@ from services.tokenizer.tool_source import GeneratorParser
 from services.wire.messages import Grammar
 
 _PROMPT_END_TOKENS = 24  # a mark of thoughts and the blanks behind it
+_MAX_GRAMMAR_BYTES = 1024 * 1024  # of a message to the scheduler
 
 
 def conversation_of(body: ChatBody, use: ToolUse | None, dialect: Dialect) -> Conversation:
@@ -86,6 +87,7 @@ class AnswerPlanner:
         frame = GrammarFrame(self._setting, thinking, marks or DEFAULT_MARKS)
         family = dialect.family or HERMES
         grammar = answer_grammar(frame, family.form, use, structure)
+        _check_grammar(grammar, body)
         wish = reasoning_wish(body)
         shown_marks = [*(family.marks if use is not None else ())]
         if marks is not None and wish.is_separate:
@@ -108,6 +110,17 @@ class AnswerPlanner:
             return Thinking.IS_OPEN
         is_off = (body.chat_template_kwargs or {}).get("enable_thinking") is False
         return Thinking.NONE if is_off or marks.are_closed_at(prompt_end) else Thinking.MAY_COME
+
+
+def _check_grammar(grammar: Grammar | None, body: ChatBody) -> None:
+    if grammar is None:
+        return
+    num_bytes = len(grammar.text.encode())
+    if num_bytes > _MAX_GRAMMAR_BYTES:
+        problem = f"the schemas make a grammar of {num_bytes} bytes, at most {_MAX_GRAMMAR_BYTES} are taken"
+        raise bad_field("functions" if body.functions else "tools", problem)
+    if body.ignore_eos:
+        raise bad_field("ignore_eos", "cannot go together with calls that are held by a grammar: it has an end")
 
 
 def reasoning_wish(body: ChatBody) -> ReasoningWish:

@@ -95,6 +95,16 @@ def test_str_07_a_call_that_must_come_is_held_by_a_grammar(server: Server) -> No
     assert_refused(ask(server, ["ok"], tool_choice="required"), "tool_choice")
 
 
+def test_str_01_schemas_that_no_grammar_can_hold_are_refused(server: Server) -> None:
+    wrong = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "notatype"}}}}}
+    body: Json = {"tools": [wrong], "tool_choice": "required"}
+    assert_refused(ask(server, ["ok"], **body), "tools[0].function.parameters")
+    assert ask(server, ["ok"], tools=[wrong]).status == 200  # nothing but the model reads it
+    strict = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}
+    assert_refused(ask(server, ["ok"], tools=[strict]), "tools[0].function.parameters")
+    assert_refused(ask(server, ["ok"], tools=[TOOL], tool_choice="required", ignore_eos=True), "ignore_eos")
+
+
 def test_str_03_a_call_in_a_body(server: Server) -> None:
     response = ask(server, [CALL, "\n", SECOND], tools=[TOOL, OTHER])
     message = message_of(response)
