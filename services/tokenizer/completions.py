@@ -1,6 +1,6 @@
 """Tokenizer process: the routes of OpenAI's two kinds of completions: a checked request to the answers that it wants.
 
-refuse by load -> body -> names, types -> encode -> `generation`
+    refuse by load -> body -> names, types -> encode -> `generation`
 """
 
 from __future__ import annotations

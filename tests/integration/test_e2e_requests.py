@@ -6,7 +6,6 @@ Most cases are refused by the tokenizer process before anything is computed; wha
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -109,11 +108,6 @@ def test_smp_01_a_tiny_temperature_is_greedy(page_1: Client) -> None:
     assert page_1.ask(TEXT, prompt=NUM, max_tokens=8, temperature=1e-6, seed=1).text == NUM_8
 
 
-@pytest.mark.parametrize("bias", [{"49152": 5}, {"-1": 5}, {"abc": 1}, {"5": "x"}, {"5": 101}, {"39": -100}], ids=str)
-def test_smp_03_a_bias_is_refused_as_long_as_there_is_none(page_1: Client, bias: Mapping[str, object]) -> None:
-    assert page_1.refused(TEXT, {"prompt": NUM, "logit_bias": bias})["param"] == "logit_bias"
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -146,28 +140,6 @@ def test_smp_08_top_k_conventions(page_1: Client) -> None:
         assert page_1.refused(TEXT, {"prompt": NUM, "top_k": top_k})["param"] == "top_k"
 
 
-@pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty", "repetition_penalty"])
-def test_smp_12_penalties_are_refused_as_long_as_there_are_none(page_1: Client, name: str) -> None:
-    assert page_1.refused(TEXT, {"prompt": NUM, name: 0.5})["param"] == name
-
-
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        (TEXT, {"echo": True, "logprobs": 5, "temperature": 1, "top_k": 1}),  # SMP-14
-        (TEXT, {"echo": True, "logprobs": 1, "max_tokens": 1}),  # SCH-12
-        (TEXT, {"logprobs": 5, "max_tokens": 1, "temperature": 2}),  # SMP-15
-        (CHAT, {"logprobs": True, "top_logprobs": 20}),
-        (CHAT, {"logprobs": True}),
-    ],
-)
-def test_smp_14_smp_15_smp_17_sch_12_log_probabilities_are_refused_as_long_as_there_are_none(
-    page_1: Client, path: str, fields: Json
-) -> None:
-    prompt = {"prompt": NUM} if path == TEXT else {"messages": HI}
-    assert page_1.refused(path, {**prompt, **fields})["param"] in ("logprobs", "top_logprobs")
-
-
 @pytest.mark.parametrize(
     "field",
     [
@@ -186,7 +158,6 @@ def test_sch_19_a_limit_of_nothing_or_less_is_refused(page_1: Client) -> None:
     for limit in (0, -1):
         assert page_1.refused(TEXT, {"prompt": NUM, "max_tokens": limit})["param"] == "max_tokens"
         assert page_1.refused(CHAT, {"messages": HI, "max_tokens": limit})["param"] == "max_tokens"
-    assert page_1.refused(TEXT, {"prompt": NUM, "max_tokens": 0, "echo": True, "logprobs": 1})
 
 
 def test_sch_19_one_is_exactly_one_token(page_1: Client) -> None:
@@ -201,27 +172,6 @@ def test_sch_19_more_than_fits_is_taken_and_clamped(page_1: Client, limit: int) 
 
 
 # ------------------------------------------------------------ structure and tools
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "notatype"}}}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nowhere"}}}},
-        {"regex": "("},
-        {"guided_json": {"description": "x" * 2**20}},
-    ],
-    ids=["type", "reference", "regex", "large"],
-)
-def test_str_01_grammars_are_refused_as_long_as_there_are_none(page_1: Client, fields: Json) -> None:
-    assert page_1.refused(CHAT, {"messages": HI, **fields})["param"] == next(iter(fields))
-
-
-def test_str_02_response_format_shapes(page_1: Client) -> None:
-    for wrong in ({"type": "json_schema", "schema": {}}, {"type": "xml"}, "json_object"):
-        assert page_1.refused(CHAT, {"messages": HI, "response_format": wrong})["param"] == "response_format"
-    for neutral in ({"type": "text"}, None):
-        assert page_1.ask(CHAT, messages=HI, response_format=neutral, max_tokens=1).text == "Hello"
 
 
 # ------------------------------------------------------------ what clients send
