@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from tests.integration.client import CHAT, HELLO, HI, NUM, TEXT, Client, Json
+from tests.integration.client import CHAT, HELLO, HI, NUM, TEXT, Client
 
 pytestmark = pytest.mark.timeout(600)
 NUM_8 = " 5, 6, 7"
