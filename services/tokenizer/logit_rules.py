@@ -5,6 +5,7 @@ None for the many requests that use none of them: then nothing of this costs any
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 
@@ -56,6 +57,7 @@ class RuleMaker:
                 ids = await self._prompts.text_ids(spelling, f"bad_words[{index}]", add_special_tokens=False)
                 if ids:
                     found[tuple(ids)] = None
+            await asyncio.sleep(0)  # short texts are encoded on the loop: others get their turn
         return list(found)
 
 
