@@ -33,6 +33,7 @@ from services.tokenizer.request_body import BodyForm
 from services.tokenizer.request_limits import ServedModel, check_token_ids
 from services.tokenizer.request_names import RequestNames
 from services.tokenizer.sampling_body import SamplingBody, check_num_logprobs, check_sampling
+from services.tokenizer.structured_body import check_end
 from services.tokenizer.structured_output import FIELDS, StructureLimits, structure_of
 from services.tokenizer.submission import AnswersWanted, Prompt
 from services.wire.messages import NO_LOGPROBS, Grammar, PromptParams
@@ -104,6 +105,7 @@ class NativeGenerate:
             sampling, _ = _SHARED_FORM.parse({**fields, "model": body.model}, self._settings)
             grammar = self._grammar(structure)
             check_sampling(sampling, self._settings)
+            check_end(sampling, grammar)
             self._generation.check_against_model(sampling)
         except ApiError as error:
             raise in_native_words(error) from None
@@ -111,7 +113,9 @@ class NativeGenerate:
             check_num_logprobs(body.num_top, "top_logprobs_num", self._settings)
             sampling = replace(sampling, num_wanted_logprobs=body.num_top)
         sampling = replace(sampling, return_token_ids=True)
-        return AnswersWanted(sampling, await self._encoded(body), grammar=grammar)
+        prompts = await self._encoded(body)
+        grammar_param = f"sampling_params.{next(iter(structure))}" if structure else None
+        return AnswersWanted(sampling, prompts, grammar=grammar, grammar_param=grammar_param)
 
     def _grammar(self, structure: Mapping[str, object]) -> Grammar | None:
         return structure_of(structure, StructureLimits.of(self._settings)) if structure else None

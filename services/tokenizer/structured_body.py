@@ -35,11 +35,20 @@ class StructuredBody(SamplingBody, frozen=True, kw_only=True):
         """
         asked = {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
         grammar = structure_of(asked, StructureLimits.of(settings)) if asked else None
-        if grammar is not None and self.ignore_eos:
-            raise bad_field("ignore_eos", "cannot go together with a grammar: what it describes has an end")
+        check_end(self, grammar)
         return grammar
 
     @property
     def grammar_param(self) -> str | None:
         """The field that the grammar came in: the last one, as `response_format` may be there and ask for text."""
         return next((name for name in reversed(FIELDS) if getattr(self, name) is not None), None)
+
+
+def check_end(body: SamplingBody, grammar: Grammar | None) -> None:
+    """An answer with a grammar ends where the grammar says.
+
+    Raises:
+        ApiError: 400: it shall not.
+    """
+    if grammar is not None and body.ignore_eos:
+        raise bad_field("ignore_eos", "cannot go together with a grammar: what it describes has an end")
