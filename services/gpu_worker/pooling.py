@@ -83,9 +83,10 @@ class PoolingTable:
 
     def among(self, spans: Spans) -> PooledRows | None:
         """The rows of a step that pool; None if none does."""
-        tasks, lengths = self._tasks[spans.rows], self._num_prompt[spans.rows]
+        tasks = self._tasks[spans.rows]
         if not tasks.any():
             return None
+        lengths = self._num_prompt[spans.rows]
         last = np.flatnonzero((tasks == Task.EMBED_LAST) & (spans.ends == lengths))
         mean = np.flatnonzero(tasks == Task.EMBED_MEAN)
         counts = (spans.ends - spans.starts)[mean]

@@ -86,6 +86,8 @@ class PromptLogprobsTable:
 
     def among(self, spans: Spans) -> WantedPositions | None:
         """The positions that a step gives; None if it gives none."""
+        if not self._prompts:
+            return None
         rows = spans.rows
         firsts = np.maximum(spans.starts + 1, self._first[rows])
         ends = np.minimum(spans.ends + 1, self._num_prompt[rows])
