@@ -36,7 +36,9 @@ from services.wire.messages import (
 )
 from services.wire.transport import RouterPort
 
-GRAMMAR_LIMIT_S = 10.0  # for the worker's word about a grammar; it ends a compilation itself after a few seconds
+# For the worker's word about a grammar. It ends a compilation itself after a few seconds, but on a busy machine the
+# child that compiles took ten to start.
+GRAMMAR_LIMIT_S = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +193,7 @@ class Answers:
             if message.problem:
                 self._refuse_record(record, invalid_grammar(message.problem), now_s)
             else:
+                record.compiled_s = now_s
                 self._admit(record, now_s)
 
     def produced(self, items: list[Produced], now_s: float) -> None:

@@ -74,6 +74,8 @@ class Journeys:
         if core is not None:
             counters |= request.usage.counters(core.counters, len(request.pages))
             counters["plans_ahead"] = core.limits.plans_ahead
+        if record.compiled_s:
+            counters["grammar_us"] = _us(record.compiled_s - received_s)
         if first_token_s:
             counters["first_token_us"] = _us(first_token_s - received_s)
             counters["prefill_us"] = _us(first_token_s - started_s)

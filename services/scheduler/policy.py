@@ -1,8 +1,10 @@
 """scheduler: who is admitted next, and how many answers fit at once.
 
 Order among the waiting: the tenant that was served least, then priority (a lower number is earlier, as in vLLM), then
-the longest cached prefix among the first PREFIX_WINDOW in order of arrival. Above all of them stands age: what has
-waited through AGE_LIMIT_PASSES passes that admitted others goes first, so nobody starves behind cache-hot requests.
+the longest cached prefix among the first PREFIX_WINDOW in order of arrival. Age keeps them from starving anybody: what
+has waited through AGE_LIMIT_PASSES passes that admitted others goes before longer prefixes of the same tenant and
+priority, and every AGE_TURN_PASSES-th pass goes to those who have waited longest, whosoever they are. A plain age limit
+over everything would make a long queue first come, first served, and void tenants and priorities just when they matter.
 
 It owns the waiting queue and the shares. It must never touch pages, and time here is counted in passes and steps.
 """
@@ -18,6 +20,7 @@ from services.scheduler.tenants import TenantShares
 
 PREFIX_WINDOW = 128
 AGE_LIMIT_PASSES = 24  # a cold request is admitted within 32 passes: this many, and some for others that are as old
+AGE_TURN_PASSES = 32
 HORIZON_STEPS = 32  # nothing is admitted if everything running could be out of pages within so many steps
 
 _FIRST_SHARE = 0.3  # of what an answer may still grow, expected before anything was learned
@@ -71,12 +74,14 @@ class WaitingQueue:
         """
         if not self._by_arrival:
             return None
-        oldest = next(iter(self._by_arrival.values()))
-        if self._num_passes - oldest.queued_pass >= AGE_LIMIT_PASSES:
-            return oldest
+        if self._num_passes % AGE_TURN_PASSES == AGE_TURN_PASSES - 1:
+            return next(iter(self._by_arrival.values()))
         tenant = min(self._by_tenant, key=self._shares.served_tokens)
         priorities = self._by_tenant[tenant]
         queue = priorities[min(priorities)]
+        oldest = next(iter(queue.values()))
+        if self._num_passes - oldest.queued_pass >= AGE_LIMIT_PASSES:
+            return oldest
         return max(islice(queue.values(), PREFIX_WINDOW), key=cached_tokens)
 
     def count_pass(self) -> None:

@@ -25,7 +25,8 @@ class Record:
     """One request: its ids and parameters, the worker that runs it, and the processes that its answer goes through.
 
     Until it `is_admitted` its tokenizer may still be told that it is refused, and no detokenizer has heard of it.
-    Times are monotonic: when it came, was first planned, and gave its first token; 0.0 when it has not.
+    Times are monotonic: when it came, had its grammar compiled, was first planned, and gave its first token; 0.0 when
+    that has not happened.
     """
 
     request: Request
@@ -34,6 +35,7 @@ class Record:
     detokenizer: bytes
     is_admitted: bool = False
     received_s: float = 0.0
+    compiled_s: float = 0.0
     started_s: float = 0.0
     first_token_s: float = 0.0
 

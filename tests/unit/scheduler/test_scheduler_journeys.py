@@ -11,9 +11,11 @@ from services.scheduler.core_counters import CoreCounters
 from services.scheduler.usage import Usage
 from services.wire.columns import pack_int32
 from services.wire.messages import (
+    CompileGrammar,
     Control,
     ControlAction,
     Finish,
+    GrammarCompiled,
     HopReport,
     Refused,
     Role,
@@ -151,6 +153,15 @@ def test_time_in_the_queue_is_waiting_and_time_in_a_row_is_work() -> None:
         assert end.wait_us >= 50_000
         assert (end.work_us, end.counters["steps"]) == (0, 0)
         assert "first_token_us" not in end.counters
+
+
+def test_the_wait_for_a_grammar_is_told_as_a_part_of_the_queue() -> None:
+    with running_pipeline() as pipeline:
+        pipeline.tokenizer.send(new_submit(1, PROMPT, 3, grammar="a+"))
+        pipeline.group.pump(lambda: bool(pipeline.gpu_worker.of(CompileGrammar)))
+        pipeline.gpu_worker.send(GrammarCompiled(id_of(1), 0))
+        end = last_report(pipeline, 1)
+        assert 0 < end.counters["grammar_us"] <= end.wait_us
 
 
 def test_an_answer_of_one_token_has_one_report() -> None:
