@@ -1,6 +1,6 @@
 """Tokenizer process: the routes of OpenAI's two kinds of completions: a checked request to the answers that it wants.
 
-    refuse by load -> body -> names, types -> encode -> `generation`
+refuse by load -> body -> names, types -> encode -> `generation`
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from services.tokenizer.openai_schema import parse_completion
 from services.tokenizer.prompts import PromptMaker
 from services.tokenizer.request_body import Ignored
 from services.tokenizer.request_limits import ServedModel
+from services.tokenizer.request_names import names_in
 from services.tokenizer.submission import AnswersWanted
 
 
@@ -47,7 +48,8 @@ class Completions:
         """
         received_s = time.monotonic()
         self._generation.refuse_if_unavailable()
-        chat = await self._chats.understand(await read_json_body(request, self._settings))
+        fields = await read_json_body(request, self._settings)
+        chat = await self._chats.understand(fields)
         head = self._head("chatcmpl", chat.wanted)
         words = LEGACY_CHAT_WORDS if chat.has_legacy_calls else CHAT_WORDS
         return await self._generation.answer(
@@ -60,6 +62,7 @@ class Completions:
                 received_s=received_s,
                 parsers=chat.parsers,
                 prompt_param="messages",
+                names=names_in(fields),
             )
         )
 
@@ -71,7 +74,8 @@ class Completions:
         """
         received_s = time.monotonic()
         self._generation.refuse_if_unavailable()
-        body, ignored = parse_completion(await read_json_body(request, self._settings), self._settings)
+        fields = await read_json_body(request, self._settings)
+        body, ignored = parse_completion(fields, self._settings)
         self._generation.check_against_model(body)
         grammar = body.grammar(self._settings)
         prompts = await self._prompts.completions(body)
@@ -85,6 +89,7 @@ class Completions:
                 is_streamed=bool(body.stream),
                 headers=answer_headers(head.answer_id, ignored),
                 received_s=received_s,
+                names=names_in(fields),
             )
         )
 

@@ -26,6 +26,7 @@ from services.tokenizer.logit_rules import RuleMaker, bias_of_ids
 from services.tokenizer.open_request import OpenRequest
 from services.tokenizer.pending_answer import PendingAnswer
 from services.tokenizer.request_limits import ServedModel, check_token_ids
+from services.tokenizer.request_names import RequestNames
 from services.tokenizer.request_record import present_record
 from services.tokenizer.sampling_body import SamplingBody
 from services.tokenizer.scheduler_link import SchedulerLink
@@ -49,6 +50,7 @@ class GenerationCall:
         received_s: When the request came, by `time.monotonic`.
         parsers: Makes the parser of each answer; None gives texts as they are.
         prompt_param: The field that the prompt came in, for errors.
+        names: What the client calls the request, for /abort_request.
     """
 
     request: web.BaseRequest
@@ -59,6 +61,7 @@ class GenerationCall:
     received_s: float
     parsers: ParserFactory | None = None
     prompt_param: str = "prompt"
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class Generation:
         self._rules = rules
         self._link = link
         self._http = http
+        self.names = RequestNames()
+        """What clients call the requests that are open."""
 
     def refuse_if_unavailable(self) -> None:
         """To be called before a body is read: much is refused by the load alone.
@@ -125,11 +130,8 @@ class Generation:
             ApiError: it is refused, or fails before its first byte.
         """
         try:
-            if call.is_streamed:
-                return await self._stream(call)
-            finished = await self.collect(call.wanted, call.received_s, call.parsers)
-            body = call.format.body(finished.answers, finished.ends, finished.usage)
-            return web.Response(body=body, content_type="application/json", headers=call.headers)
+            with self.names.open(call.names, call.wanted.request_id):
+                return await (self._stream(call) if call.is_streamed else self._whole(call))
         except ApiError as error:
             if error.param == "prompt":  # the scheduler knows prompts only
                 error.param = call.prompt_param
@@ -138,6 +140,11 @@ class Generation:
             raise
         finally:
             self._http.request_s.observe(time.monotonic() - call.received_s)
+
+    async def _whole(self, call: GenerationCall) -> web.StreamResponse:
+        finished = await self.collect(call.wanted, call.received_s, call.parsers)
+        body = call.format.body(finished.answers, finished.ends, finished.usage)
+        return web.Response(body=body, content_type="application/json", headers=call.headers)
 
     async def collect(
         self, wanted: AnswersWanted, received_s: float, parsers: ParserFactory | None = None

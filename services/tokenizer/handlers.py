@@ -22,7 +22,6 @@ from services.tokenizer.native_generate import NativeGenerate, NativeModel
 from services.tokenizer.openapi import OpenApiRoute
 from services.tokenizer.prompts import PromptMaker
 from services.tokenizer.request_limits import ServedModel
-from services.tokenizer.request_names import RequestNames
 from services.tokenizer.responses import Responses
 from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.scores import Scores
@@ -54,13 +53,12 @@ def handlers_of(parts: RouteParts) -> Mapping[str, Handler]:
     settings, model, prompts, generation = parts.settings, parts.model, parts.prompts, parts.generation
     planner = AnswerPlanner(parts.loaded, prompts.dialect, StructureLimits.of(settings))
     chats = ChatRequests(settings, prompts, planner, generation)
-    names = RequestNames()
     completions = Completions(settings, model, prompts, chats, generation)
     messages = Messages(settings, model, chats, generation)
     tokenization = Tokenization(settings, (model, parts.loaded), prompts, chats, generation)
     status = StatusRoutes(settings, model, parts.link, generation, parts.health)
-    control = ControlRoutes(settings, parts.link.control, names)
-    native = NativeGenerate(settings, NativeModel(model, parts.loaded), prompts, generation, names)
+    control = ControlRoutes(settings, parts.link.control, generation.names)
+    native = NativeGenerate(settings, NativeModel(model, parts.loaded), prompts, generation)
     return {
         "/v1/chat/completions": completions.chat,
         "/v1/completions": completions.completion,

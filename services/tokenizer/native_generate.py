@@ -31,7 +31,6 @@ from services.tokenizer.native_schema import (
 from services.tokenizer.prompts import PromptMaker
 from services.tokenizer.request_body import BodyForm
 from services.tokenizer.request_limits import ServedModel, check_token_ids
-from services.tokenizer.request_names import RequestNames
 from services.tokenizer.sampling_body import SamplingBody, check_num_logprobs, check_sampling
 from services.tokenizer.structured_body import check_end
 from services.tokenizer.structured_output import FIELDS, StructureLimits, structure_of
@@ -64,14 +63,11 @@ class NativeModel:
 class NativeGenerate:
     """SGLang's route for answers."""
 
-    def __init__(
-        self, settings: Settings, model: NativeModel, prompts: PromptMaker, generation: Generation, names: RequestNames
-    ) -> None:
+    def __init__(self, settings: Settings, model: NativeModel, prompts: PromptMaker, generation: Generation) -> None:
         self._settings = settings
         self._model = model
         self._prompts = prompts
         self._generation = generation
-        self._names = names
 
     async def create(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers to raw prompts.
@@ -84,8 +80,7 @@ class NativeGenerate:
         body, ignored = GENERATE_FORM.parse(await read_json_body(request, self._settings), self._settings)
         wanted = await self._wanted(body)
         answers = self._answers(body, wanted)
-        names = body.rids(len(wanted.prompts))
-        with self._names.open(names, wanted.request_id):
+        try:
             return await self._generation.answer(
                 GenerationCall(
                     request=request,
@@ -95,8 +90,11 @@ class NativeGenerate:
                     headers=answer_headers(_own_id(wanted), ignored),
                     received_s=received_s,
                     prompt_param=_prompt_param(body),
+                    names=body.rids(len(wanted.prompts)),
                 )
             )
+        except ApiError as error:
+            raise in_native_words(error) from None
 
     async def _wanted(self, body: GenerateBody) -> AnswersWanted:
         fields = shared_fields(body.sampling)

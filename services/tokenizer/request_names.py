@@ -6,8 +6,17 @@ requests only. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+
+_NAME_FIELDS = ("rid", "request_id")
+_MAX_CHARACTERS = 256
+
+
+def names_in(fields: Mapping[str, object]) -> Sequence[str]:
+    """The client's own names of a request, of a body that takes them without effect on its answer."""
+    values = [fields.get(name) for name in _NAME_FIELDS]
+    return [value for value in values if isinstance(value, str) and 0 < len(value) <= _MAX_CHARACTERS]
 
 
 class RequestNames:

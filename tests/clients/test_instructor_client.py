@@ -28,6 +28,7 @@ def test_a_model_is_filled_in(url: str, model: str, mode: str) -> None:
         response_model=Verdict,
         max_tokens=100,
         temperature=0,
+        parallel_tool_calls=False,
         max_retries=0,
     )
     assert isinstance(verdict, Verdict)

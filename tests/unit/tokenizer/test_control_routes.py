@@ -64,10 +64,19 @@ def test_a_request_is_ended_by_the_id_of_its_answer(server: Server, pool: Thread
     assert done(server, control, 1, answer) == {"aborted_answers": 1}
 
 
-def test_a_request_is_ended_by_its_clients_name(server: Server, pool: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "x", "rid": "meine 请求"}),
+        ("/v1/completions", {"prompt": "x", "request_id": "meine 请求"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "rid": "meine 请求"}),
+    ],
+)
+def test_a_request_is_ended_by_its_clients_name(
+    server: Server, pool: ThreadPoolExecutor, path: str, body: dict[str, Any]
+) -> None:
     server.backend.forget()
-    body = {"text": "x", "rid": "meine 请求"}
-    asking = pool.submit(request, server.port, "POST", "/generate", body)
+    asking = pool.submit(request, server.port, "POST", path, body)
     [submit] = server.backend.take_submits()
     server.backend.admit(submit)
     control, answer = asked(server, pool, "/abort_request", {"rid": "meine 请求"})
