@@ -28,6 +28,7 @@ from services.tokenizer.json_schema_keywords import (
     INTEGER_FORMATS,
     KNOWN_DRAFTS,
     MAX_LITERAL_BYTES,
+    MOMENT_CHARS,
     NUMBER_FORMATS,
     NUMBERS,
     SCHEMA_LISTS,
@@ -224,6 +225,8 @@ class _Copy:
         if "string" in kinds:
             if name not in FORMATS:
                 self.refuse(place, f"format {_shown(str(name))} would not be enforced", Code.UNSUPPORTED_VALUE)
+            if str(name) in MOMENT_CHARS:  # a second may have digits without end, and models write them
+                copy.setdefault("maxLength", MOMENT_CHARS[str(name)])
             return
         del copy["format"]
         if not {"integer", "number"}.intersection(kinds) or name in NUMBER_FORMATS:

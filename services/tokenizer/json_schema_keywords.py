@@ -20,6 +20,9 @@ FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )  # fmt: skip
 
+MOMENT_CHARS: Mapping[str, int] = {"date-time": 35, "time": 24}
+"""The longest of these: nine digits behind the second, and an offset."""
+
 INTEGER_FORMATS: Mapping[str, tuple[int, int]] = {
     "int8": (-(2**7), 2**7 - 1),
     "int16": (-(2**15), 2**15 - 1),

@@ -269,3 +269,11 @@ def test_str_01_a_schema_that_nests_without_end_is_refused_without_a_stack_overf
     assert "nested too deeply" in refusal(value)
     while value:  # its own end would be a stack overflow too
         value = value.pop("items")  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("name", "longest"), [("date-time", "2026-01-02T03:04:05.123456789+00:00"), ("time", "03:04:05.123456789+00:00")]
+)
+def test_a_time_has_no_endless_fraction(name: str, longest: str) -> None:
+    assert checked({"type": "string", "format": name}) == {"type": "string", "format": name, "maxLength": len(longest)}
+    assert checked({"type": "string", "format": name, "maxLength": 30})["maxLength"] == 30
