@@ -78,7 +78,7 @@ def handlers_of(parts: RouteParts) -> Mapping[str, Handler]:
         "/health": status.health,
         "/metrics": parts.metrics.answer,
         "/trace/{id}": parts.trace.answer,
-        "/openapi.json": OpenApiRoute(settings, model.name).answer,
+        "/openapi.json": OpenApiRoute(settings, model).answer,
         "/server_info": status.server_info,
         "/flush_cache": control.flush_cache,
         "/abort_request": control.abort_request,

@@ -18,9 +18,15 @@ from services.tokenizer.conversation import ROLES
 from services.tokenizer.field_tables import Neutral
 from services.tokenizer.message_fields import TEXTS
 from services.tokenizer.messages_format import messages_error_body
+from services.tokenizer.messages_schema import MessagesBody
+from services.tokenizer.native_schema import DEFAULT_NEW_TOKENS, NativeSampling
+from services.tokenizer.openai_schema import ChatBody, CompletionBody
 from services.tokenizer.request_body import BodyForm
+from services.tokenizer.request_limits import DEFAULT_COMPLETION_TOKENS, ServedModel
+from services.tokenizer.responses_schema import ResponsesBody
 from services.tokenizer.routes import ROUTES, Route
 from services.tokenizer.status_routes import server_version
+from services.tokenizer.submission import sampling_defaults
 
 _COMPONENTS = "#/components/schemas/{name}"
 _WITH_BODY = (400, 404, 408, 413, 415, 417)
@@ -65,8 +71,8 @@ class MessagesErrorAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="
 class OpenApiRoute:
     """Answers with the description, which is made once."""
 
-    def __init__(self, settings: Settings, model_name: str) -> None:
-        self._body = msgspec.json.encode(description(settings, model_name))
+    def __init__(self, settings: Settings, model: ServedModel) -> None:
+        self._body = msgspec.json.encode(description(settings, model))
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """The description."""
@@ -87,12 +93,12 @@ def statuses_of(route: Route, settings: Settings) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def description(settings: Settings, model_name: str) -> dict[str, object]:
+def description(settings: Settings, model: ServedModel) -> dict[str, object]:
     """The whole description, OpenAPI 3.1.
 
     Args:
         settings: Whether unknown fields are taken.
-        model_name: The one that `model` may say.
+        model: The one that `model` may name; its sampling defaults.
     """
     kinds = [route.form.kind for route in ROUTES.values() if route.form is not None]
     _, components = msgspec.json.schema_components(
@@ -101,7 +107,8 @@ def description(settings: Settings, model_name: str) -> dict[str, object]:
     for route in ROUTES.values():
         if route.form is not None:
             _add_other_fields(components[route.form.kind.__name__], route.form, settings)
-            _narrow(components[route.form.kind.__name__]["properties"], model_name)
+            _narrow(components[route.form.kind.__name__]["properties"], model.name)
+    _add_defaults(components, model)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tokenway", "version": server_version()},
@@ -119,6 +126,21 @@ def _narrow(fields: dict[str, object], model_name: str) -> None:
         fields["model"] = {"enum": [None, model_name]}
     if "messages" in fields:
         fields["messages"] = _with_messages(fields["messages"])
+
+
+def _add_defaults(components: dict[str, Any], model: ServedModel) -> None:
+    """What a field is when it is left out, where that is not nothing."""
+    drawn = sampling_defaults(model)
+    of_kinds = {
+        **{kind.__name__: drawn for kind in (ChatBody, ResponsesBody, MessagesBody)},
+        CompletionBody.__name__: {**drawn, "max_tokens": DEFAULT_COMPLETION_TOKENS},
+        NativeSampling.__name__: {**drawn, "max_new_tokens": DEFAULT_NEW_TOKENS},
+    }
+    for kind, defaults in of_kinds.items():
+        fields = components[kind]["properties"]
+        for name, value in defaults.items():
+            if name in fields:
+                fields[name]["default"] = value
 
 
 def _with_messages(schema: object) -> object:

@@ -15,6 +15,7 @@ from services.tokenizer.generation import Generation, model_not_found
 from services.tokenizer.health import Health
 from services.tokenizer.request_limits import ServedModel
 from services.tokenizer.scheduler_link import SchedulerLink
+from services.tokenizer.submission import sampling_defaults
 from services.wire.messages import PROTOCOL_VERSION, Role
 
 MODEL_ROUTE = "/v1/models/"
@@ -71,7 +72,7 @@ class StatusRoutes:
                 "version": server_version(),
                 "protocol": PROTOCOL_VERSION,
                 "model": self._model_facts(),
-                "sampling_defaults": dataclasses.asdict(self._model.defaults),
+                "sampling_defaults": sampling_defaults(self._model),
                 "settings": shown_settings(self._settings),
                 "load": self._load(),
                 "processes": self._processes(),

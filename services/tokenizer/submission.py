@@ -157,6 +157,12 @@ def _deadline_ms(body: SamplingBody, elapsed_s: float) -> int:
     return 0 if body.timeout_s is None else max(1, math.ceil((body.timeout_s - elapsed_s) * 1000))
 
 
+def sampling_defaults(model: ServedModel) -> dict[str, float]:
+    """What a request gets that says nothing of how it is drawn: the model's word, then OpenAI's."""
+    [drawn] = _sampling(AnswersWanted(SamplingBody(), ()), model, None)
+    return {name: getattr(drawn, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+
+
 def _sampling(wanted: AnswersWanted, model: ServedModel, rules: LogitRules | None) -> list[SamplingParams]:
     """One for each choice: the client's word, then the model's, then OpenAI's."""
     body, defaults = wanted.body, model.defaults

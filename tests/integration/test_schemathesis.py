@@ -12,14 +12,14 @@ from tests.integration.described_requests import Totals, ask_as_described
 from tests.integration.server import Server, running
 from tests.integration.tiny_model import write_tiny_model
 
-FEW, MANY = 300, 10_000
+FEW, MANY = 200, 10_000
 FIXED = {"prompt": "the same as before", "max_tokens": 12, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-    with running(folder, num_threads=1, kv_cache_tokens=16384, max_queued_requests=1024) as server:
+    with running(folder, num_threads=1, kv_cache_tokens=16384, max_choices=2) as server:
         yield server
 
 

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from services.model_files.generation_config import SamplingDefaults
 from services.runtime.config import Settings
 from services.tokenizer import openapi
 from services.tokenizer.access import Audience
 from services.tokenizer.openapi import description, statuses_of
 from services.tokenizer.request_body import BodyForm
+from services.tokenizer.request_limits import ServedModel
 from services.tokenizer.routes import ROUTES, Route, find_route
 from tests.unit.tokenizer.backend_peers import Server
 from tests.unit.tokenizer.http_client import request
 
 Json = dict[str, Any]
+MODEL = ServedModel(
+    name="m",
+    created=1,
+    context_tokens=64,
+    num_entries=300,
+    end_token_ids=frozenset({1}),
+    embedding_size=3,
+    fingerprint="fp_1",
+    defaults=SamplingDefaults(temperature=0.7, top_k=20),
+)
 WITH_BODY = [route for route in ROUTES.values() if route.form is not None]
 
 
 @pytest.fixture(scope="module")
 def described() -> Json:
-    whole: Json = json.loads(json.dumps(description(Settings(), "m")))
+    whole: Json = json.loads(json.dumps(description(Settings(), MODEL)))
     return whole
 
 
@@ -86,7 +99,7 @@ def test_statuses_are_told_with_the_form_of_their_bodies(described: Json, route:
 
 def test_errors_have_the_described_form() -> None:
     assert set(openapi.ErrorFacts.__struct_fields__) == {"message", "type", "param", "code"}
-    strict = description(Settings(strict_fields=True), "m")
+    strict = description(Settings(strict_fields=True), MODEL)
     assert strict["components"]["schemas"]["ScoreBody"]["additionalProperties"] is False  # type: ignore[index]
 
 
@@ -97,12 +110,23 @@ def test_every_operation_has_its_own_id(described: Json) -> None:
 
 def test_a_server_serves_its_description(server: Server) -> None:
     served = request(server.port, "GET", "/openapi.json").json()
-    assert served == json.loads(json.dumps(description(Settings(), served["paths"] and _name_of(server))))
+    name = request(server.port, "GET", "/v1/models").json()["data"][0]["id"]
+    own = replace(MODEL, name=name, defaults=SamplingDefaults())
+    assert served == json.loads(json.dumps(description(Settings(), own)))
 
 
-def _name_of(server: Server) -> str:
-    name: str = request(server.port, "GET", "/v1/models").json()["data"][0]["id"]
-    return name
+@pytest.mark.parametrize(
+    ("kind", "defaults"),
+    [
+        ("ChatBody", {"temperature": 0.7, "top_p": 1.0, "top_k": 20, "min_p": 0.0, "max_tokens": None}),
+        ("CompletionBody", {"temperature": 0.7, "max_tokens": 16}),
+        ("NativeSampling", {"temperature": 0.7, "max_new_tokens": 128}),
+        ("MessagesBody", {"top_k": 20, "stream": None}),
+    ],
+)
+def test_defaults_are_those_that_a_request_gets(described: Json, kind: str, defaults: Json) -> None:
+    fields = described["components"]["schemas"][kind]["properties"]
+    assert {name: fields[name]["default"] for name in defaults} == defaults
 
 
 @pytest.mark.parametrize(
