@@ -22,6 +22,7 @@ _Value = TypeVar("_Value")
 Count = Annotated[int, Meta(ge=0, le=_INT32)]
 TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 StopString = Annotated[str, Meta(min_length=1)]
+Text = Annotated[str, Meta(min_length=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
@@ -57,7 +58,7 @@ class NativeSampling(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /generate: a prompt as text or as ids, or a list of such prompts."""
 
-    text: str | Annotated[list[str], Meta(min_length=1)] | None = None
+    text: Text | Annotated[list[Text], Meta(min_length=1)] | None = None
     input_ids: Annotated[list[TokenId | list[TokenId]], Meta(min_length=1)] | None = None
     sampling_params: NativeSampling | list[NativeSampling] | None = None
     model: str | None = None
@@ -80,7 +81,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
         """The prompts in the order given: all texts or all ids.
 
         Raises:
-            ApiError: 400 naming the field: both or neither were given, one is empty, or they are mixed.
+            ApiError: 400 naming the field: both or neither were given, or ids are mixed with lists.
         """
         if self.input_ids is not None and self.text is not None:
             raise bad_field("input_ids", "cannot be given together with text")
@@ -88,11 +89,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
             return _id_lists(self.input_ids)
         if self.text is None:
             raise bad_field("text", "is required, or input_ids", Code.MISSING_FIELD)
-        texts = [self.text] if isinstance(self.text, str) else self.text
-        for index, text in enumerate(texts):
-            if not text:
-                raise bad_field(f"text[{index}]" if self.is_list else "text", "must not be empty")
-        return texts
+        return [self.text] if isinstance(self.text, str) else self.text
 
     @property
     def sampling(self) -> NativeSampling:

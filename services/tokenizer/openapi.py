@@ -19,7 +19,7 @@ from services.tokenizer.field_tables import Neutral
 from services.tokenizer.message_fields import TEXTS
 from services.tokenizer.messages_format import messages_error_body
 from services.tokenizer.messages_schema import MessagesBody
-from services.tokenizer.native_schema import DEFAULT_NEW_TOKENS, NativeSampling
+from services.tokenizer.native_schema import DEFAULT_NEW_TOKENS, GenerateBody, NativeSampling
 from services.tokenizer.openai_schema import ChatBody, CompletionBody
 from services.tokenizer.request_body import BodyForm
 from services.tokenizer.request_limits import DEFAULT_COMPLETION_TOKENS, ServedModel
@@ -27,11 +27,16 @@ from services.tokenizer.responses_schema import ResponsesBody
 from services.tokenizer.routes import ROUTES, Route
 from services.tokenizer.status_routes import server_version
 from services.tokenizer.submission import sampling_defaults
+from services.tokenizer.tokenization import TokenizeBody
 
 _COMPONENTS = "#/components/schemas/{name}"
 _WITH_BODY = (400, 404, 408, 413, 415, 417)
 _EVERYWHERE = (401, 429, 431, 500)
 _FROM_SCHEDULER = (503, 504)
+_ALTERNATIVES: Mapping[type[msgspec.Struct], tuple[str, str]] = {
+    GenerateBody: ("text", "input_ids"),
+    TokenizeBody: ("prompt", "messages"),
+}
 _EVENT: dict[str, object] = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -109,6 +114,8 @@ def description(settings: Settings, model: ServedModel) -> dict[str, object]:
             _add_other_fields(components[route.form.kind.__name__], route.form, settings)
             _narrow(components[route.form.kind.__name__]["properties"], model.name)
     _add_defaults(components, model)
+    for kind, (one, other) in _ALTERNATIVES.items():
+        components[kind.__name__]["oneOf"] = [_only(one, other), _only(other, one)]
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tokenway", "version": server_version()},
@@ -126,6 +133,12 @@ def _narrow(fields: dict[str, object], model_name: str) -> None:
         fields["model"] = {"enum": [None, model_name]}
     if "messages" in fields:
         fields["messages"] = _with_messages(fields["messages"])
+
+
+def _only(given: str, absent: str) -> dict[str, object]:
+    """The one of two fields is there and the other is not."""
+    properties = {given: {"not": {"type": "null"}}, absent: {"type": "null"}}
+    return {"required": [given], "properties": properties}
 
 
 def _add_defaults(components: dict[str, Any], model: ServedModel) -> None:

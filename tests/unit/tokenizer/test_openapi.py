@@ -116,6 +116,14 @@ def test_a_server_serves_its_description(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "pair"), [("GenerateBody", ("text", "input_ids")), ("TokenizeBody", ("prompt", "messages"))]
+)
+def test_one_of_two_fields_is_wanted(described: Json, kind: str, pair: tuple[str, str]) -> None:
+    options = described["components"]["schemas"][kind]["oneOf"]
+    assert [option["required"] for option in options] == [[name] for name in pair]
+
+
+@pytest.mark.parametrize(
     ("kind", "defaults"),
     [
         ("ChatBody", {"temperature": 0.7, "top_p": 1.0, "top_k": 20, "min_p": 0.0, "max_tokens": None}),
