@@ -84,8 +84,7 @@ class Answers:
                 self._send(tokenizer, Admitted(submit.request_id, submit.attempt))
             return
         if known is not None:
-            self.end(known, Finish.ABORTED, now_s)
-            self.router.forget(known)
+            self._drop(known, now_s)
         workers, detokenizers = places
         try:
             if not workers or not detokenizers:
@@ -117,8 +116,7 @@ class Answers:
     def abort(self, message: Abort, now_s: float) -> None:
         """Nobody reads these answers any more."""
         for record in self._records(message.request_ids, message.attempts):
-            self.end(record, Finish.ABORTED, now_s)
-            self.router.forget(record)
+            self._drop(record, now_s)
 
     def acknowledge(self, message: Acknowledge) -> None:
         """Tokenizers have written down what came so far."""
@@ -262,6 +260,14 @@ class Answers:
         if not record.request.is_alive:  # it had ended in an earlier attempt
             self._replay(record, 0)
             self.router.settle(record.request, now_s)
+
+    def _drop(self, record: Record, now_s: float) -> None:
+        """Ends and forgets a request of which its tokenizer wants to hear no more."""
+        if record.is_admitted:
+            self.end(record, Finish.ABORTED, now_s)
+        else:
+            self.router.end(record, Finish.ABORTED)
+        self.router.forget(record)
 
     def _refuse_record(self, record: Record, refusal: RequestRefusedError, now_s: float) -> None:
         """Refuses a request that has a record, was not admitted, and has ended."""

@@ -178,6 +178,20 @@ def test_who_goes_away_meanwhile_is_forgotten() -> None:
         assert not [message for message in pipeline.detokenizer.of(DecodeOpen) if message.request_id == id_of(1)]
         pipeline.gpu_worker.send(GrammarCompiled(id_of(1), 0))
         run_all(pipeline, [replace(new_submit(1, PROMPT, 5), attempt=1)])
+        assert not pipeline.tokenizer.of(Refused)
+
+
+def test_a_request_that_is_submitted_again_meanwhile_waits_under_its_new_attempt_alone() -> None:
+    with running_pipeline() as pipeline:
+        pipeline.tokenizer.send(new_submit(1, PROMPT, 5, grammar="a+"))
+        asked(pipeline)
+        pipeline.tokenizer.send(new_submit(1, PROMPT, 5, grammar="a+", attempt=1))
+        pipeline.group.pump(lambda: len(asked(pipeline)) == 2)
+        pipeline.gpu_worker.send(GrammarCompiled(id_of(1), 0))
+        pipeline.gpu_worker.send(GrammarCompiled(id_of(1), 1))
+        pipeline.group.pump(lambda: bool(pipeline.finish_of(1)))
+        assert [message.attempt for message in pipeline.tokenizer.of(Admitted)] == [1]
+        assert not pipeline.tokenizer.of(Refused)
 
 
 def test_a_lost_detokenizer_refuses_who_was_not_admitted() -> None:

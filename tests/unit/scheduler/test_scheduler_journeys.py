@@ -231,7 +231,7 @@ def test_met_04_after_all_are_aborted_no_gauge_is_stuck() -> None:
         pipeline.is_working = False
         for number in range(1, 6):
             pipeline.tokenizer.send(new_submit(number, [number, *PROMPT], 9))
-        assert wait_for(pipeline, "num_requests_waiting", 4)["kv_pages_used"] == 3
+        assert wait_for(pipeline, "records", 5)["kv_pages_used"] > 0
         pipeline.tokenizer.send(Control(1, ControlAction.ABORT_ALL))
         pipeline.work_off()
         pipeline.is_working = True
