@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.launcher.command_parser import command_parser
 from services.launcher.downloads import cached_names, cached_snapshot, has_weights
 from services.launcher.errors import CommandError
 from services.launcher.model_facts import model_facts, size_of, size_text
@@ -20,11 +21,8 @@ from services.runtime.config import FlagParser, Settings, load_settings
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = FlagParser(
-        prog="tokenway models",
-        description="Lists the models known by name and what lies on this disk.",
-        epilog="Example: tokenway models pull qwen3:0.6b",
-        allow_abbrev=False,
+    made = command_parser(
+        "models", "Lists the models known by name and what lies on this disk.", "tokenway models pull qwen3:0.6b"
     )
     _add_models_dir(made)
     actions = made.add_subparsers(dest="action", metavar="pull | rm", parser_class=FlagParser)

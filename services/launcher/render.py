@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from services.launcher.child_questions import ask_child
+from services.launcher.command_parser import command_parser
 from services.launcher.errors import CommandError
 from services.launcher.http.client import Client
 from services.launcher.models import model_on_disk
 from services.launcher.server_flags import add_server_flags, server_address
 from services.launcher.terminal import Style, Terminal, harmless
 from services.launcher.token_pieces import token_pieces
-from services.runtime.config import FlagParser, load_settings
+from services.runtime.config import load_settings
 
 _ROUTE = "/v1/chat/completions/render"
 _CHILD = "services.tokenizer.render_prompt"
@@ -27,12 +28,11 @@ _PALETTE = ("\033[48;5;24m", "\033[48;5;58m", "\033[48;5;90m", "\033[48;5;23m")
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = FlagParser(
-        prog="tokenway render",
-        description="Shows the prompt that messages become: by a server with --url, else with the model's own files "
-        "and no server. On a terminal each token has a background of its own.",
-        epilog="Example: tokenway render messages.json --model smollm2:135m",
-        allow_abbrev=False,
+    made = command_parser(
+        "render",
+        "Shows the prompt that messages become: by a server with --url, else with the model's own files and no server. "
+        "On a terminal each token has a background of its own.",
+        "tokenway render messages.json --model smollm2:135m",
     )
     made.add_argument("file", metavar="FILE", help="JSON messages or a whole request body; `-` is the standard input")
     made.add_argument("--model", default="", help="model on this disk (default: the setting) or, with --url, its name")

@@ -16,7 +16,6 @@ from services.launcher.progress import Entrance, HttpStartup, SilentStartup
 from services.launcher.run_directory import given_run_directory, new_run_directory
 from services.launcher.supervisor import Startup, Stop, Supervisor
 from services.runtime.config import (
-    SECRETS,
     FlagParser,
     Settings,
     SettingsError,
@@ -95,7 +94,7 @@ def _child_specs(roles: Sequence[Role], settings: Settings) -> list[ChildSpec]:
         for number in range(counts.get(role, 1) if is_group else 1):
             own = dataclasses.replace(settings, instance=str(number)) if is_group else settings
             if role != Role.TOKENIZER:  # nobody else need know them
-                own = dataclasses.replace(own, **dict.fromkeys(SECRETS, ""))
+                own = own.without_secrets()
             specs.append(
                 ChildSpec(
                     name=f"{role}-{number}" if is_group else str(role),

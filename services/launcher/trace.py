@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from services.launcher.command_parser import command_parser
 from services.launcher.errors import CommandError
 from services.launcher.http.client import Client, UnreachableError
 from services.launcher.http.server_address import ServerAddress
@@ -15,7 +16,6 @@ from services.launcher.run_directory import run_directories
 from services.launcher.server_flags import add_server_flags, server_address
 from services.launcher.terminal import Terminal, harmless
 from services.launcher.trace_view import trace_lines
-from services.runtime.config import FlagParser
 
 _TIMEOUT_S = 10.0
 _NOT_FOUND = 404
@@ -23,12 +23,11 @@ _NOT_FOUND = 404
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = FlagParser(
-        prog="tokenway trace",
-        description="Shows where a request that ended lately, or still runs, spent its time: for each hop the process, "
-        "the wait and the work. Without --url every server of this user on this machine is asked.",
-        epilog="Example: tokenway trace chatcmpl-0123456789abcdef0123456789abcdef",
-        allow_abbrev=False,
+    made = command_parser(
+        "trace",
+        "Shows where a request that ended lately, or still runs, spent its time: for each hop the process, the wait "
+        "and the work. Without --url every server of this user on this machine is asked.",
+        "tokenway trace chatcmpl-0123456789abcdef0123456789abcdef",
     )
     made.add_argument("id", metavar="ID", help="the answer's id, which is also its header x-request-id")
     add_server_flags(made)

@@ -18,11 +18,11 @@ from services.launcher.bench.runner import Pace, run_sessions
 from services.launcher.bench.session_files import read_sessions
 from services.launcher.bench.sessions import RequestForm, Session
 from services.launcher.bench.workloads import Lengths, Workload
+from services.launcher.command_parser import command_parser
 from services.launcher.errors import CommandError
 from services.launcher.http.client import Client
 from services.launcher.http.server_address import ServerAddress
 from services.launcher.server_flags import add_server_flags, server_address
-from services.runtime.config import FlagParser
 
 _DEFAULT_CONCURRENCY = 8
 _WARM_UP = -1  # session numbers of the warm-up lie below those of the run, so that it leaves no prefix in the cache
@@ -31,12 +31,11 @@ _WORKLOADS = ("random", "shared-prefix", "multi-turn", "jsonl")
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = FlagParser(
-        prog="tokenway bench",
-        description="Measures a running server under load: closed loop, or requests that arrive at random times.",
-        epilog="Example: tokenway bench --workload shared-prefix --prefix-tokens 512 --concurrency 16 --out run.json. "
-        "Status: 0 when every answer was as it must be, 1 when one was not, 2 when nothing could be measured.",
-        allow_abbrev=False,
+    made = command_parser(
+        "bench",
+        "Measures a running server under load: closed loop, or requests that arrive at random times.",
+        "tokenway bench --workload shared-prefix --prefix-tokens 512 --concurrency 16 --out run.json",
+        ". Status: 0 when every answer was as it must be, 1 when one was not, 2 when nothing could be measured.",
     )
     add_server_flags(made, "http://127.0.0.1:8000")
     made.add_argument("--model", default="", help="name to ask for (default: the first that the server lists)")

@@ -47,7 +47,9 @@ def read_sessions(path: Path, output_tokens: int, limit: int) -> list[Session]:
 
 def _entries(path: Path, text: str) -> Iterator[tuple[str, object]]:
     if text.lstrip().startswith("["):
-        yield from ((f"entry {index}", entry) for index, entry in enumerate(_parsed(path, "", text)))  # type: ignore[arg-type]
+        entries = _parsed(path, "", text)
+        assert isinstance(entries, list)
+        yield from ((f"entry {index}", entry) for index, entry in enumerate(entries))
         return
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():

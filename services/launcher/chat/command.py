@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 from services.launcher.chat.conversation import Conversation
 from services.launcher.chat.session import ChatSession
+from services.launcher.command_parser import command_parser
 from services.launcher.errors import CommandError
 from services.launcher.http.client import Client
 from services.launcher.http.response import ResponseError
@@ -18,7 +19,7 @@ from services.launcher.http.server_address import ServerAddress
 from services.launcher.progress import local_url
 from services.launcher.server_flags import add_server_flags, server_address
 from services.launcher.terminal import Style, Terminal, harmless
-from services.runtime.config import FlagParser, Settings, client_api_key, inherited_environment, load_settings
+from services.runtime.config import Settings, client_api_key, inherited_environment, load_settings
 
 _LOOK_TIMEOUT_S = 5.0
 _EXIT_INTERRUPTED = 130
@@ -26,12 +27,12 @@ _EXIT_INTERRUPTED = 130
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = FlagParser(
-        prog="tokenway chat",
-        description="Talks with a model. Without --url it uses the server on this machine's port, or starts one that "
-        "ends with the chat. What is piped in is asked once, and the answer is all that is printed.",
-        epilog="Example: tokenway chat smollm2:135m; /help shows what can be done in a chat.",
-        allow_abbrev=False,
+    made = command_parser(
+        "chat",
+        "Talks with a model. Without --url it uses the server on this machine's port, or starts one that ends with the "
+        "chat. What is piped in is asked once, and the answer is all that is printed.",
+        "tokenway chat smollm2:135m",
+        "; /help shows what can be done in a chat.",
     )
     made.add_argument("model", nargs="?", default="", metavar="MODEL",
                       help="what to serve or, with --url, which of the server's models to ask")  # fmt: skip

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from services.launcher.child_questions import ask_child
+from services.launcher.command_parser import command_parser
 from services.launcher.doctor.findings import Finding, as_json, failed, has_failed, lines_of
 from services.launcher.doctor.machine_checks import (
     check_device,
@@ -21,18 +22,18 @@ from services.launcher.doctor.place_checks import check_port, check_run_director
 from services.launcher.errors import CommandError
 from services.launcher.models import models_directory
 from services.launcher.terminal import Terminal
-from services.runtime.config import FlagParser, Settings, load_settings
+from services.runtime.config import Settings, load_settings
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line, less the settings of a server, which are taken too."""
-    made = FlagParser(
-        prog="tokenway doctor",
+    made = command_parser(
+        "doctor",
+        "Checks this machine, a model (whether it will fit, before it is downloaded too), the port, the run directory "
+        "and the scheduler that a server would meet, and says how to mend what is wrong.",
+        "tokenway doctor qwen3:8b --device cuda",
+        ". Status: 0 when a server would start, 1 when not.",
         usage="tokenway doctor [-h] [--json] [MODEL] [settings of `tokenway serve`]",
-        description="Checks this machine, a model (whether it will fit, before it is downloaded too), the port, the "
-        "run directory and the scheduler that a server would meet, and says how to mend what is wrong.",
-        epilog="Example: tokenway doctor qwen3:8b --device cuda. Status: 0 when a server would start, 1 when not.",
-        allow_abbrev=False,
     )
     made.add_argument("--json", action="store_true", help="print the findings as JSON")
     return made

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import closing
 
 from services.launcher.http.response import Response, ResponseError, ResponseParser
@@ -61,7 +61,7 @@ class Client:
             raise ResponseError(f"{self.address.url} has no model")
         return names[0]
 
-    def stream(self, path: str, body: Mapping[str, object]) -> Iterator[bytes]:
+    def stream(self, path: str, body: Mapping[str, object]) -> Generator[bytes, None, None]:
         """The data of the events of an answer as they come, without the last `[DONE]`.
 
         To be closed when the rest is not wanted: that closes the connection.

@@ -63,7 +63,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         for word in state.words[: state.breaks_after]:
-            key = {"text": word} if "prompt" in body else {"delta": {"content": word}}
+            key: dict[str, object] = {"text": word} if "prompt" in body else {"delta": {"content": word}}
             self._event({"choices": [{"index": 0, "finish_reason": None, **key}]})
         if state.breaks_after is not None:
             self._event({"error": {"message": "the engine has died"}})

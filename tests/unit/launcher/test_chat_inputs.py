@@ -58,11 +58,11 @@ def test_lines_become_one_input() -> None:
 
 def test_an_input_that_goes_on_has_begun() -> None:
     composer = Composer()
-    assert not composer.has_begun
-    composer.add('"""')
-    assert composer.has_begun
-    composer.add('"""')
-    assert not composer.has_begun
+    begun = [composer.has_begun]
+    for line in ('"""', "a", '"""'):
+        composer.add(line)
+        begun.append(composer.has_begun)
+    assert begun == [False, True, True, False]
 
 
 @given(st.lists(st.text(st.characters(exclude_characters='"\\\n\r', exclude_categories=["C"])), min_size=1))

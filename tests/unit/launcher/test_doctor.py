@@ -80,7 +80,12 @@ def test_a_low_limit_of_open_files_is_a_warning(
 def test_room_for_models_is_looked_at_where_they_will_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
     usage = type(shutil.disk_usage("/"))(10**12, 0, 5 * 10**8)
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: asked.append(Path(place)) or usage)
+
+    def disk_usage(place: Path) -> object:
+        asked.append(place)
+        return usage
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     found = check_disk(tmp_path / "not" / "yet")
     assert asked == [tmp_path]
     assert (found.verdict, found.text) == (Verdict.WARNING, f"500.0 MB free for models in {tmp_path}/not/yet")

@@ -155,7 +155,7 @@ def test_closing_a_stream_closes_its_connection() -> None:
     thread.start()
     stream = Client(ServerAddress.parse(f"http://127.0.0.1:{listener.getsockname()[1]}")).stream("/x", {})
     assert next(stream) == b"1"
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert closed.wait(20)
     thread.join()
     listener.close()

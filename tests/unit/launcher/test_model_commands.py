@@ -123,7 +123,12 @@ def test_a_person_is_asked_before_a_model_is_removed(
     folder = _folder(models / "a--b")
     asked: list[str] = []
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or answer)
+
+    def asked_for(question: str) -> str:
+        asked.append(question)
+        return answer
+
+    monkeypatch.setattr("builtins.input", asked_for)
     assert main(["models", "rm", "a/b"]) == status
     assert asked == [f"remove {folder} (1.5 MB)? [y/N] "]
     assert folder.exists() == (status == 1)

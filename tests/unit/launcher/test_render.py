@@ -30,7 +30,7 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
 def test_the_pieces_of_a_byte_level_vocabulary_are_the_text(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assume(tokenizer.decode(ids, skip_special_tokens=False) == text)  # it has no token for some bytes
-    pieces = token_pieces(text, [tokenizer.id_to_token(token_id) for token_id in ids])
+    pieces = token_pieces(text, [tokenizer.id_to_token(token_id) or "" for token_id in ids])
     assert len(pieces) == len(ids)
     assert "".join(pieces) == text
 
@@ -65,7 +65,7 @@ def test_messages_are_rendered_from_the_models_files_without_a_server(
     numbers = [int(word) for word in ids.split()]
     assert count == f"{len(numbers)} tokens of at most 8192"
     assert tokenizer.decode(numbers, skip_special_tokens=False) == text
-    assert numbers.count(tokenizer.token_to_id("<|im_end|>")) == 2  # not the one that the user wrote
+    assert numbers.count(tokenizer.token_to_id("<|im_end|>") or 0) == 2  # not the one that the user wrote
     assert main(["render", str(path), "--model", str(smollm2_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["text"], found["token_ids"], found["count"]) == (text, numbers, len(numbers))
