@@ -8,7 +8,6 @@ Values are written as JSON, which the parser of these calls reads too. Pure.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
 
 from services.tokenizer.api_error import Code, bad_field
 from services.tokenizer.json_schema_check import SchemaLimits
@@ -29,12 +28,13 @@ def pythonic_calls(
         ApiError: 400 naming the schema: its arguments are no fixed list of keywords.
     """
     schema = function.argument_schema(limits)
-    properties = cast(Mapping[str, Mapping[str, object] | bool], schema.get("properties", {}))
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise bad_field(function.param, "is no schema of an object")
     odd = [*(schema.keys() - _KEPT), *(name for name in properties if not name.isidentifier())]
     if odd and (function.is_strict or not all(name.isidentifier() for name in properties)):
         problem = f"{odd[0]!r} cannot be kept in a call that is written as Python"
         raise bad_field(function.param, problem, Code.UNSUPPORTED_VALUE)
-    required = cast(Sequence[str], schema.get("required", ()))
     shared = {key: schema[key] for key in ("$defs", "x-guidance") if key in schema}
     lines: list[str] = []
     for number, (name, value) in enumerate(properties.items()):

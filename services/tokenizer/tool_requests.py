@@ -157,7 +157,10 @@ def _function(value: object, place: str, limits: SchemaLimits, ignored: dict[str
 
 def _check_size(schema: Mapping[str, object], param: str, limits: SchemaLimits) -> None:
     """What holds for every tool, also for one whose schema only the model reads."""
-    num_bytes = len(json.dumps(schema, ensure_ascii=False).encode())
+    try:
+        num_bytes = len(json.dumps(schema, ensure_ascii=False).encode())
+    except RecursionError:
+        raise bad_field(param, "the schema is nested too deeply") from None
     if num_bytes > limits.max_bytes:
         raise bad_field(param, f"the schema has {num_bytes} bytes, at most {limits.max_bytes} are taken")
 
