@@ -157,6 +157,10 @@ class Settings:
         if not _INSTANCE_NAME.fullmatch(self.instance):
             raise SettingsError(f"--instance must be at most 64 letters, digits, `._-`, not {self.instance!r}")
 
+    def without_secrets(self) -> Settings:
+        """The same settings for a process that has no use for keys."""
+        return dataclasses.replace(self, api_key="", admin_key="")
+
     def as_environment(self) -> dict[str, str]:
         """The variables that give another process these settings (those that differ from the defaults)."""
         return {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
@@ -25,6 +26,9 @@ from services.wire.messages import MemberTelemetry
 
 PREFIX = "tokenway:"
 _SEPARATOR = "\x1f"  # between the parts of a key; no metric name holds it, and label values lose it
+
+LabelledValues: TypeAlias = Mapping[tuple[str, ...], float]
+"""A number for each combination of the values of labels."""
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +104,7 @@ def gauge(name: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(PREFIX + name, TEXTS[name], value=value)
 
 
-def labelled_counter(name: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]) -> CounterMetricFamily:
+def labelled_counter(name: str, labels: Sequence[str], values: LabelledValues) -> CounterMetricFamily:
     """A counter with a value for each combination of labels."""
     family = CounterMetricFamily(PREFIX + name, TEXTS[name], labels=labels)
     for key, value in values.items():
@@ -108,7 +112,7 @@ def labelled_counter(name: str, labels: Sequence[str], values: Mapping[tuple[str
     return family
 
 
-def labelled_gauge(name: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]) -> GaugeMetricFamily:
+def labelled_gauge(name: str, labels: Sequence[str], values: LabelledValues) -> GaugeMetricFamily:
     """A gauge with a value for each combination of labels."""
     family = GaugeMetricFamily(PREFIX + name, TEXTS[name], labels=labels)
     for key, value in values.items():

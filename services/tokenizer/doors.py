@@ -52,8 +52,11 @@ class Doors:
         timeout_s = self.head_timeout_s if self.encryption is not None else None
         listening = []
         for sock in self.public:
-            options = {"ssl": self.encryption, "ssl_handshake_timeout": timeout_s, "backlog": _BACKLOG}
-            listening.append(await loop.create_server(server, sock=sock, **options))
+            listening.append(
+                await loop.create_server(
+                    server, sock=sock, ssl=self.encryption, ssl_handshake_timeout=timeout_s, backlog=_BACKLOG
+                )
+            )
             logger.info("listening on %s", _url(sock, self.encryption is not None))
         for sock in self.control:
             if sock.family == socket.AF_UNIX:

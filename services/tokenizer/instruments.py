@@ -9,7 +9,15 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from services.runtime.histogram import REQUEST_BOUNDS_S, TOKEN_BOUNDS, Histogram
-from services.runtime.metrics import counter, gauge, histogram, labelled_counter, labelled_gauge, labelled_histogram
+from services.runtime.metrics import (
+    LabelledValues,
+    counter,
+    gauge,
+    histogram,
+    labelled_counter,
+    labelled_gauge,
+    labelled_histogram,
+)
 from services.tokenizer.connection_limits import ConnectionCounts
 from services.tokenizer.health import Health
 from services.tokenizer.hops import HopName
@@ -43,7 +51,9 @@ class TokenizerCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """One family for each number."""
         http, table = self._http, self._link.table
-        requests = {(route, str(status)): float(count) for (route, status), count in http.requests.items()}
+        requests: LabelledValues = {
+            (route, str(status)): float(count) for (route, status), count in http.requests.items()
+        }
         yield labelled_counter("http_requests", ["route", "status"], requests)
         yield counter("prompt_tokens", table.counters.prompt_tokens)
         yield counter("generation_tokens", table.counters.generation_tokens)
@@ -60,7 +70,9 @@ class TokenizerCollector(Collector):
         yield gauge("tokenizer_open_answers", self._link.table.num_answers)
         yield gauge("tokenizer_texts_to_encode", self._encoder.num_waiting)
         yield gauge("tokenizer_event_loop_lag_seconds", self._link.loop_lag_s)
-        outboxes = {(link,): float(port.stats.outbox_frames) for link, port in self._link.ports.items()}
+        outboxes: dict[tuple[str, ...], float] = {
+            (link,): float(port.stats.outbox_frames) for link, port in self._link.ports.items()
+        }
         yield labelled_gauge("tokenizer_outbox_frames", ["link"], outboxes)
 
     def _counters(self) -> Iterable[Metric]:

@@ -147,8 +147,8 @@ class TokenizerService:
         for server in serving:
             server.close()
         await asyncio.sleep(0)  # what has arrived is handed to its handlers before idle connections are closed
-        for server in (self._server, self._control):
-            server.close_idle()
+        self._server.close_idle()
+        self._control.close_idle()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
                 await _unless_ended(link, self._api.idle.wait())

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from services.runtime.config import _RANGES, Settings, SettingsError, add_flags, load_settings, values_of
+from services.runtime.config import _RANGES, SECRETS, Settings, SettingsError, add_flags, load_settings, values_of
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
-OTHER_VALUES = {"str": "other", "int": 3, "float": 0.5, "bool": True}
+RANGES = {name: (low, high) for name, low, high in _RANGES}
 
 
 def with_value(name: str, value: Any) -> Settings:
@@ -23,10 +23,10 @@ def other_value(field: dataclasses.Field[object]) -> object:
     """A legal value that is not the default."""
     if field.metadata["choices"]:
         return next(choice for choice in field.metadata["choices"] if choice != field.default)
-    value = OTHER_VALUES[str(field.type)]
-    if field.name == "max_body_bytes":
-        return 2048
-    return (not field.default) if isinstance(value, bool) else value
+    if field.name in RANGES:
+        low, high = RANGES[field.name]
+        return type(field.default)(high if low == field.default else low)  # type: ignore[call-arg]
+    return (not field.default) if isinstance(field.default, bool) else "other"
 
 
 def test_every_setting_has_a_line_of_help_and_appears_in_it() -> None:
@@ -111,6 +111,9 @@ def test_a_list_setting_can_be_repeated_listed_and_joined(tmp_path: Path) -> Non
 def test_a_secret_is_in_no_text(tmp_path: Path) -> None:
     settings = load_settings(["--api-key", "sk-hidden", "--admin-key", "sk-hidden"], {})
     assert "sk-hidden" not in repr(settings)
+    assert set(SECRETS) == {"api_key", "admin_key"}
+    assert not any(getattr(settings.without_secrets(), name) for name in SECRETS)
+    assert dataclasses.replace(settings.without_secrets(), api_key="sk-hidden", admin_key="sk-hidden") == settings
     path = tmp_path / "tokenway.toml"
     path.write_text("api-key = ['sk-hidden', 1]\n")
     with pytest.raises(SettingsError) as caught:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from services.wire.columns import pack_int32
 from services.wire.endpoints import ipc_endpoint
@@ -68,11 +69,11 @@ def join(batches: Iterable[TextChunks]) -> TextChunks:
     """The rows of several batches in one."""
     parts = list(batches)
     tuples = ("texts", "stops")
-    columns = {
+    columns: dict[str, Any] = {
         name: b"".join(getattr(part, name) for part in parts) for name in TextChunks.__slots__ if name not in tuples
     }
-    joined = {name: tuple(item for part in parts for item in getattr(part, name)) for name in tuples}
-    return TextChunks(**joined, **columns)
+    columns |= {name: tuple(item for part in parts for item in getattr(part, name)) for name in tuples}
+    return TextChunks(**columns)
 
 
 def takes_requests(port: int, **headers: str) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given
@@ -45,7 +46,7 @@ def submit(number: int, group: int | None = None) -> Submit:
     )
 
 
-def report(number: int, role: Role = Role.SCHEDULER, **counters: float) -> HopReport:
+def report(number: int, role: Role = Role.SCHEDULER, counters: Mapping[str, float] = MappingProxyType({})) -> HopReport:
     return HopReport(
         request_id=number.to_bytes(16, "big"),
         attempt=0,
@@ -58,8 +59,8 @@ def report(number: int, role: Role = Role.SCHEDULER, **counters: float) -> HopRe
     )
 
 
-def in_loop(work: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(work())  # type: ignore[arg-type]  # a coroutine function's result is a coroutine
+def in_loop(work: Callable[[], Coroutine[None, None, None]]) -> None:
+    asyncio.run(work())
 
 
 def record_with(table: StreamTable, ring: RequestRing, submits: Sequence[Submit]) -> RequestRecord:
@@ -135,7 +136,7 @@ def test_reports_are_filed_also_after_the_end_and_lost_ones_counted() -> None:
         assert ring.take(report(1)) is record
         record.end("/v1/completions", 200)
         ring.end(record)
-        assert ring.take(report(1, ended=1.0)) is record
+        assert ring.take(report(1, counters={ENDED: 1})) is record
         assert ring.take(report(1, Role.DETOKENIZER)) is record
         assert ring.take(report(9)) is None
         assert len(record.reports) == 2  # the last word of each process
@@ -168,7 +169,7 @@ def test_an_ended_record_holds_numbers_only() -> None:
 
 
 def test_the_scheduler_s_report_is_cut_into_queue_prefill_and_decode() -> None:
-    queue, prefill, decode = hops_of_report(report(1, **{FIRST_TOKEN_US: 500, ENDED: 1, "steps": 4.0}))
+    queue, prefill, decode = hops_of_report(report(1, counters={FIRST_TOKEN_US: 500, ENDED: 1, "steps": 4.0}))
     assert (queue.name, queue.start_unix_us, queue.wait_us, queue.work_us) == (HopName.QUEUE, 1_000_000, 200, 0)
     assert (prefill.name, prefill.start_unix_us, prefill.work_us) == (HopName.PREFILL, 1_000_200, 300)
     assert (decode.name, decode.start_unix_us, decode.work_us) == (HopName.DECODE, 1_000_500, 700)
@@ -176,13 +177,13 @@ def test_the_scheduler_s_report_is_cut_into_queue_prefill_and_decode() -> None:
 
 
 def test_without_a_first_token_there_is_no_decode() -> None:
-    queue, prefill = hops_of_report(report(1, steps=1.0))
+    queue, prefill = hops_of_report(report(1, counters={"steps": 1.0}))
     assert (queue.wait_us, prefill.work_us, prefill.counters) == (200, 1000, {"steps": 1.0})
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(0, 10**9))
 def test_the_hops_of_a_report_follow_each_other_and_none_is_negative(wait_us: int, work_us: int, first_us: int) -> None:
-    told = replace(report(1, **{FIRST_TOKEN_US: first_us}), wait_us=wait_us, work_us=work_us)
+    told = replace(report(1, counters={FIRST_TOKEN_US: first_us}), wait_us=wait_us, work_us=work_us)
     hops = list(hops_of_report(told))
     assert all(hop.wait_us >= 0 and hop.work_us >= 0 for hop in hops)
     assert hops[0].start_unix_us == told.started_unix_us
@@ -196,8 +197,8 @@ def test_the_hops_of_a_request_come_in_their_order() -> None:
     async def work() -> None:
         ring = RequestRing(1)
         record = record_with(StreamTable(), ring, [submit(1)])
-        ring.take(report(1, **{FIRST_TOKEN_US: 500}))
-        ring.take(report(1, Role.DETOKENIZER, chunks=2.0))
+        ring.take(report(1, counters={FIRST_TOKEN_US: 500}))
+        ring.take(report(1, Role.DETOKENIZER, {"chunks": 2.0}))
         hops = hops_of(record, OWN)
         assert [hop.name for hop in hops] == list(HopName)
         assert [hop.role for hop in hops] == [Role.TOKENIZER] * 2 + [Role.SCHEDULER] * 3 + [Role.DETOKENIZER]
@@ -214,8 +215,8 @@ def test_an_answer_is_counted_once_in_the_histograms_however_often_it_is_reporte
         table = StreamTable()
         record = record_with(table, watch.ring, [submit(1)])
         watch.enter(record, Caller("t"))
-        watch.take(report(1, **{FIRST_TOKEN_US: 500}))
-        watch.take(report(1, **{FIRST_TOKEN_US: 500, ENDED: 1}))
+        watch.take(report(1, counters={FIRST_TOKEN_US: 500}))
+        watch.take(report(1, counters={FIRST_TOKEN_US: 500, ENDED: 1}))
         watch.take(report(1, Role.DETOKENIZER))
         watch.end(record, "/v1/completions", 200)
         counts = {name: histogram.buckets()[-1][1] for name, histogram in watch.hop_s.items()}
