@@ -66,11 +66,12 @@ class Messages:
         Raises:
             ApiError: 400 naming the field, 404 for another model.
         """
-        body, _ = COUNT_FORM.parse(await read_json_body(request, self._settings), self._settings)
+        body, ignored = COUNT_FORM.parse(await read_json_body(request, self._settings), self._settings)
         words = chat_of(body)
         try:
             token_ids = await self._chats.token_ids(words.fields)
         except ApiError as error:
             raise words.in_clients_words(error) from None
         answer = msgspec.json.encode({"input_tokens": len(token_ids)})
-        return web.Response(body=answer, content_type="application/json")
+        headers = {"x-ignored-fields": ignored.header} if ignored.names else {}
+        return web.Response(body=answer, content_type="application/json", headers=headers)

@@ -167,16 +167,14 @@ class ResponsesFormat:
 
 
 def responses_usage(usage: Mapping[str, object]) -> dict[str, object]:
-    """A usage in the words of Responses."""
-    details = usage.get("completion_tokens_details")
-    reasoning = details.get("reasoning_tokens", 0) if isinstance(details, Mapping) else 0
+    """A usage in the words of Responses; thoughts count as output, and are not counted apart."""
     of_prompt = usage["prompt_tokens_details"]
     cached = of_prompt["cached_tokens"] if isinstance(of_prompt, Mapping) else 0
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage["total_tokens"],
     }
 

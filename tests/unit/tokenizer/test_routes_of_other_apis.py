@@ -169,6 +169,12 @@ def test_api_02_unknown_names_are_told(server: Server, path: str) -> None:
     assert ask(server, path, zipzap=1).headers["x-ignored-fields"] == "zipzap"
 
 
+def test_api_02_unknown_names_of_a_count_are_told(server: Server) -> None:
+    body = {"messages": BODIES[MESSAGES]["messages"], "zipzap": 1}
+    response = request(server.port, "POST", MESSAGES + "/count_tokens", body)
+    assert response.headers["x-ignored-fields"] == "zipzap"
+
+
 @BOTH
 def test_sse_01_a_client_that_leaves_ends_its_answer(server: Server, path: str) -> None:
     with Connection(server.port) as connection:
