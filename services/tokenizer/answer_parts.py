@@ -10,7 +10,7 @@ the markup of tool calls and reasoning. The small things are msgspec structs: on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -134,3 +134,11 @@ class AnswerFormat(Protocol):
         self, answers: Sequence[Sequence[AnswerDelta]], ends: Sequence[AnswerEnd], usage: Mapping[str, object]
     ) -> bytes:
         """The whole answer as one body: for each answer the deltas that it came in, and its end."""
+
+
+@runtime_checkable
+class TextFormat(Protocol):
+    """What a format may offer beside: a short way for the deltas that nearly all are, one text and nothing else."""
+
+    def text(self, choice: int, text: str) -> bytes:
+        """The same as `delta` of an `AnswerDelta` with this `Text` alone."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -19,6 +19,7 @@ from services.tokenizer.answer_parts import (
     AnswerFormat,
     Part,
     Text,
+    TextFormat,
     TokenLogprobs,
     ToolCallArguments,
     ToolCallStart,
@@ -135,6 +136,7 @@ class EventStream:
         self.done: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         """Done when the last event was handed over: None, or the error that the stream ended with."""
         self._format = answer_format
+        self._text = answer_format.text if isinstance(answer_format, TextFormat) else self._spell_text
         self._answers = answers
         self._endings: dict[int, Ending] = {}
         self._touched = {choice: None for choice, answer in enumerate(answers) if answer.opening is not None}
@@ -158,9 +160,13 @@ class EventStream:
 
     def add(self, choice: int, news: AnswerNews) -> None:
         """More of an answer."""
-        self._answers[choice].add(news)
+        answer, text = self._answers[choice], news.text
+        if not answer.is_plain:
+            answer.add(news)
+        elif text:  # nearly always
+            answer.texts.append(text)
         self._touched[choice] = None
-        self._num_pending += len(news.text)
+        self._num_pending += len(text)
 
     def set_prompt(self, choice: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """The log-probabilities of an answer's prompt: what waited for them can go out."""
@@ -207,18 +213,25 @@ class EventStream:
         touched, self._touched = self._touched, {}
         self._num_pending = 0
         try:
-            return b"".join([self._events_of(choice) for choice in touched])
+            return b"".join(self._events_of(touched))
         except Exception:  # a fault in a parser or a format is this request's own
             self.failure = internal_error()
             logger.exception("a stream breaks off: %s", self.failure.message)
             return b""
 
-    def _events_of(self, choice: int) -> bytes:
-        answer = self._answers[choice]
-        if answer.is_plain and answer.opening is None and not self._endings and not self._tells_more:  # nearly always
-            text = answer.take_text()
-            return self._format.delta(choice, AnswerDelta((Text(text),))) if text else b""
-        return self._all_events_of(choice, answer)
+    def _events_of(self, choices: Iterable[int]) -> list[bytes]:
+        is_text_alone = not self._tells_more and not self._endings  # nearly always
+        events: list[bytes] = []
+        for choice in choices:
+            answer = self._answers[choice]
+            if not (is_text_alone and answer.is_plain and answer.opening is None):
+                events.append(self._all_events_of(choice, answer))
+            elif answer.texts:
+                events.append(self._text(choice, answer.take_text()))
+        return events
+
+    def _spell_text(self, choice: int, text: str) -> bytes:
+        return self._format.delta(choice, AnswerDelta((Text(text),)))
 
     def _all_events_of(self, choice: int, answer: PendingAnswer) -> bytes:
         events = b""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from services.tokenizer.answer_parts import NOTHING, AnswerDelta, AnswerEnd, Text, TokenLogprobs
+from services.tokenizer.answer_parts import NOTHING, AnswerDelta, AnswerEnd, TokenLogprobs
 from services.tokenizer.api_error import ApiError
 from services.tokenizer.chat_words import CHAT_WORDS, ChatWords
 from services.tokenizer.logprob_forms import TokenDisplay
@@ -29,7 +29,7 @@ class ChatFormat:
     def __init__(
         self, head: AnswerHead, num_answers: int, words: ChatWords = CHAT_WORDS, display: TokenDisplay | None = None
     ) -> None:
-        """`display` is None for answers that show nothing of their tokens, which are then made of prepared bytes."""
+        """`display` is None for answers that show nothing of their tokens."""
         self._head = head
         self._words = words
         self._display = display
@@ -43,15 +43,12 @@ class ChatFormat:
         beside = self._prompt_ids() if choice == 0 else {}
         return self._chunk(choice, {"role": "assistant", "content": ""}, NOTHING, beside=beside)
 
+    def text(self, choice: int, text: str) -> bytes:
+        """A chunk of nothing but text, made of bytes that were prepared; `delta` is the long way."""
+        return self._prefixes[choice] + json_string(text) + self._suffix
+
     def delta(self, choice: int, delta: AnswerDelta) -> bytes:
         """A chunk for each part; ids and probabilities are in the last one."""
-        parts = delta.parts
-        if self._display is None and delta.usage is None and len(parts) == 1 and type(parts[0]) is Text:
-            return self._prefixes[choice] + json_string(parts[0].text) + self._suffix
-        return self.spelled_out(choice, delta)
-
-    def spelled_out(self, choice: int, delta: AnswerDelta) -> bytes:
-        """The same as `delta`, for everything that may be in one."""
         deltas = [self._words.delta_of(part) for part in delta.parts]
         beside = self._prompt_logprobs(delta.prompt_logprobs) if choice == 0 else {}
         if not deltas:

@@ -28,7 +28,7 @@ class CompletionFormat:
     __slots__ = ("_display", "_frame", "_head", "_logprobs", "_prefixes", "_suffix", "_untold")
 
     def __init__(self, head: AnswerHead, num_answers: int, display: TokenDisplay | None = None) -> None:
-        """`display` is None for answers that show nothing of their tokens, which are then made of prepared bytes."""
+        """`display` is None for answers that show nothing of their tokens."""
         self._head = head
         self._display = display
         self._frame = ChunkFrame(head, _KIND)
@@ -43,14 +43,12 @@ class CompletionFormat:
         """Nothing comes before the text."""
         return b""
 
-    def delta(self, choice: int, delta: AnswerDelta) -> bytes:
-        """A chunk of text."""
-        if self._display is None and delta.usage is None:
-            return self._prefixes[choice] + json_string(_text_of(delta)) + self._suffix
-        return self.spelled_out(choice, delta)
+    def text(self, choice: int, text: str) -> bytes:
+        """A chunk of nothing but text, made of bytes that were prepared; `delta` is the long way."""
+        return self._prefixes[choice] + json_string(text) + self._suffix
 
-    def spelled_out(self, choice: int, delta: AnswerDelta) -> bytes:
-        """The same as `delta`, for everything that may be in one."""
+    def delta(self, choice: int, delta: AnswerDelta) -> bytes:
+        """A chunk of text, with its ids and probabilities."""
         if not delta.parts and not self._prompt_logprobs(delta.prompt_logprobs):
             return b""
         said: dict[str, object] = {
@@ -142,9 +140,6 @@ class CompletionFormat:
 
 def _text_of(delta: AnswerDelta) -> str:
     """Its text; a completion has no other parts."""
-    parts = delta.parts
-    if len(parts) == 1 and type(parts[0]) is Text:  # nearly always
-        return parts[0].text
     return "".join(part.text for part in delta.parts if isinstance(part, Text))
 
 

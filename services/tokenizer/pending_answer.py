@@ -33,11 +33,11 @@ class PendingAnswer:
         "_logprobs",
         "_parser",
         "_stop_ids",
-        "_texts",
         "_token_ids",
         "awaits_prompt",
         "is_plain",
         "opening",
+        "texts",
     )
 
     def __init__(
@@ -68,12 +68,13 @@ class PendingAnswer:
         self._keeps_ids = keeps_ids
         self._keeps_logprobs = keeps_logprobs
         self.is_plain = parser is None and not (keeps_ids or keeps_logprobs or awaits_prompt)
-        """Whether it is nothing but text: then `take_text` gives all there is."""
+        """Whether it is nothing but text: then `texts` are all there is to it."""
         self._echoes_logprobs = echoes_logprobs
         self.awaits_prompt = awaits_prompt
         self.opening = AnswerDelta((Text(echo),)) if echo and not awaits_prompt else None
         """What comes before everything else, until it was handed on."""
-        self._texts: list[str] = []
+        self.texts: list[str] = []
+        """The text that was not taken yet."""
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._has_tool_calls = False
@@ -81,15 +82,15 @@ class PendingAnswer:
     def add(self, news: AnswerNews) -> None:
         """More of the answer."""
         if news.text:
-            self._texts.append(news.text)
+            self.texts.append(news.text)
         if self._keeps_ids:
             self._token_ids += news.token_ids
         if self._keeps_logprobs:
             self._logprobs += news.logprobs
 
     def take_text(self) -> str:
-        """The text that can be shown now; "" for none."""
-        texts = self._texts
+        """The text as it came; "" for none."""
+        texts = self.texts
         text = texts[0] if len(texts) == 1 else "".join(texts)
         texts.clear()
         return text
@@ -102,7 +103,7 @@ class PendingAnswer:
 
     def take(self, usage: Mapping[str, object] | None = None) -> AnswerDelta | None:
         """What can be shown now; None for nothing."""
-        if not self._texts or self.awaits_prompt:
+        if not self.texts or self.awaits_prompt:
             return None
         text = self.take_text()
         return self._delta((Text(text),) if self._parser is None else self._parser.feed(text), usage)

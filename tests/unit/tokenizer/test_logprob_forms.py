@@ -147,7 +147,7 @@ def test_prompt_logprobs_are_by_id_with_ranks() -> None:
 def test_the_prepared_bytes_say_what_is_spelled_out(text: str) -> None:
     delta = AnswerDelta((Text(text),))
     for answer_format in (ChatFormat(HEAD, 2), CompletionFormat(HEAD, 2)):
-        fast, slow = answer_format.delta(1, delta), answer_format.spelled_out(1, delta)
+        fast, slow = answer_format.text(1, text), answer_format.delta(1, delta)
         assert json.loads(fast.removeprefix(b"data: ")) == json.loads(slow.removeprefix(b"data: "))
         assert fast.decode().splitlines()[1:] == slow.decode().splitlines()[1:] == [""]
 
