@@ -15,8 +15,8 @@ from services.runtime.service import Process
 from services.runtime.session import SILENCE_LIMIT_S
 from services.tokenizer.backend_view import BackendView
 from services.tokenizer.health import Health
-from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.open_request import AnswerSink, OpenRequest
+from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.stream_table import StreamTable
 from services.wire.columns import unpack_int32
 from services.wire.endpoints import Identity
