@@ -102,6 +102,9 @@ class StreamTable:
         for choice, entry in enumerate(entries):
             self._answers[entry.request_id] = _OpenAnswer(entry, request, choice)
         self.requests[request] = None
+        for prompt in dict.fromkeys(pieces.values()):
+            if prompt is not None and prompt.are_complete:  # a prompt of one token: nothing of it is to come
+                self._hand_on(request, prompt, received_s)
         return request
 
     def close(self, request: OpenRequest) -> Abort | None:
@@ -177,10 +180,13 @@ class StreamTable:
         """The cumulative acknowledgement of all that came since the last one."""
         if not self._unacknowledged:
             return None
-        entries = self._unacknowledged.values()
-        held = {entry.request_id: entry for entry in entries if entry.misses_pieces}  # or nobody could send these again
-        entries = [entry for entry in entries if not entry.misses_pieces]
-        self._unacknowledged = held
+        new, self._unacknowledged = self._unacknowledged, {}
+        entries: list[JournalEntry] = []
+        for entry in new.values():
+            if entry.misses_pieces:  # once all is acknowledged nobody could send these again
+                self._unacknowledged[entry.request_id] = entry
+            else:
+                entries.append(entry)
         if not entries:
             return None
         return Acknowledge(

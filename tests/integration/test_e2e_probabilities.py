@@ -181,14 +181,13 @@ def test_the_official_client_reads_log_probabilities(page_1: Client) -> None:
     client = openai.OpenAI(base_url=f"{page_1.server.url}/v1", api_key="none", max_retries=0)
     model = client.models.list().data[0].id
     with client:
-        messages = [{"role": "user", "content": "Hi"}]
         chat = client.chat.completions.create(
             model=model,
-            messages=messages,
+            messages=[{"role": "user", "content": "Hi"}],
             temperature=0,
             logprobs=True,
             top_logprobs=2,
-            max_tokens=4,  # type: ignore[arg-type]
+            max_tokens=4,
         )
         logprobs = chat.choices[0].logprobs
         assert logprobs is not None

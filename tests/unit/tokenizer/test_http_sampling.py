@@ -139,7 +139,7 @@ def test_keys_share_no_prefix_if_the_operator_says_so(start_server: Callable[...
         "--isolate-cache-by-key", "--api-key", "one,two", is_ready=lambda port: takes_requests(port, **bearer("one"))
     )
     server.backend.script = answering(["a"])
-    roots = {}
+    roots: dict[tuple[str, str], bytes] = {}
     for key in ("one", "two", "one"):
         for salt in ("", "x"):
             body = {"prompt": NUM, "cache_salt": salt}

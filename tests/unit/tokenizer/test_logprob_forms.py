@@ -17,6 +17,7 @@ from services.tokenizer.logprob_forms import FLOOR, CompletionLogprobs, TokenDis
 from services.tokenizer.openai_chunks import AnswerHead
 from services.tokenizer.token_texts import TokenTexts
 from services.wire.messages import Finish
+from tests.unit.tokenizer.http_client import Json
 
 HEAD = AnswerHead("id-1", 1_700_000_000, "m", fingerprint="fp_1")
 INFINITY = float("inf")
@@ -152,7 +153,7 @@ def test_the_prepared_bytes_say_what_is_spelled_out(text: str) -> None:
         assert fast.decode().splitlines()[1:] == slow.decode().splitlines()[1:] == [""]
 
 
-def event(data: bytes) -> dict[str, object]:
+def event(data: bytes) -> Json:
     value = json.loads(data.removeprefix(b"data: "))
     assert isinstance(value, dict)
     return value
@@ -165,17 +166,17 @@ def test_a_chunk_has_the_entries_and_ids_of_its_text() -> None:
     end = AnswerEnd(Finish.STOP_TOKEN, stop=7, rest=rest)
     chat = ChatFormat(HEAD, 1, display=display)
     assert event(chat.opening(0))["prompt_token_ids"] == [97, 98]
-    (choice,) = event(chat.delta(0, delta))["choices"]  # type: ignore[misc]
+    (choice,) = event(chat.delta(0, delta))["choices"]
     assert choice["token_ids"] == [97, 98]
     assert [item["token"] for item in choice["logprobs"]["content"]] == ["a", "b"]
-    (choice,) = event(chat.finish(0, end))["choices"]  # type: ignore[misc]
+    (choice,) = event(chat.finish(0, end))["choices"]
     assert (choice["finish_reason"], choice["stop_reason"], choice["token_ids"]) == ("stop", 7, [SPECIAL])
     assert [item["token"] for item in choice["logprobs"]["content"]] == ["<|end|>"]
     completion = CompletionFormat(HEAD, 1, display)
-    (choice,) = event(completion.delta(0, delta))["choices"]  # type: ignore[misc]
+    (choice,) = event(completion.delta(0, delta))["choices"]
     assert (choice["token_ids"], choice["prompt_token_ids"]) == ([97, 98], [97, 98])
     assert choice["logprobs"]["tokens"] == ["a", "b"]
-    (choice,) = event(completion.finish(0, end))["choices"]  # type: ignore[misc]
+    (choice,) = event(completion.finish(0, end))["choices"]
     assert choice["logprobs"] == {
         "tokens": ["<|end|>"],
         "token_logprobs": [-0.25],
@@ -184,7 +185,7 @@ def test_a_chunk_has_the_entries_and_ids_of_its_text() -> None:
     }
     assert "prompt_token_ids" not in choice
     body = event(CompletionFormat(HEAD, 1, display).body([[delta]], [end], {}))
-    (choice,) = body["choices"]  # type: ignore[misc]
+    (choice,) = body["choices"]
     assert choice["token_ids"] == [97, 98, SPECIAL]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2]
 
@@ -192,7 +193,7 @@ def test_a_chunk_has_the_entries_and_ids_of_its_text() -> None:
 def test_several_parts_are_a_chunk_each_and_the_last_has_the_entries() -> None:
     delta = AnswerDelta((Text("a"), Text("b")), (), [entry(97), entry(98)])
     events = ChatFormat(HEAD, 1, display=DISPLAY).delta(0, delta).split(b"\n\n")[:-1]
-    logprobs = [event(one)["choices"][0]["logprobs"] for one in events]  # type: ignore[index]
+    logprobs = [event(one)["choices"][0]["logprobs"] for one in events]
     assert logprobs[0] is None
     assert len(logprobs[1]["content"]) == 2
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.tokenizer.answer_parts import TokenLogprobs
 from services.tokenizer.answer_sinks import CollectedAnswers
 from services.tokenizer.api_error import ApiError
 from services.tokenizer.pending_answer import PendingAnswer
@@ -131,6 +132,20 @@ def test_choices_of_one_prompt_share_its_pieces_and_wait_for_them_together() -> 
         await sink.done
         answers, _ = sink.take()
         assert [len(deltas[0].prompt_logprobs) for deltas in answers] == [4, 4]
+
+    run(test)
+
+
+def test_a_prompt_of_one_token_has_its_null_at_once() -> None:
+    async def test() -> None:
+        table, submit = StreamTable(), replace(new_submit((5,)), prompt=PromptParams(num_logprobs=1))
+        sink = CollectedAnswers([PendingAnswer("x", awaits_prompt=True, echoes_logprobs=True)])
+        table.open([submit], sink, 0.0)
+        table.take(chunk(submit, 0, [1], 0, "a", Finish.LENGTH), 1.0)
+        await sink.done
+        (deltas,), _ = sink.take()
+        null = [TokenLogprobs(5, None)]
+        assert (deltas[0].prompt_logprobs, deltas[0].logprobs) == (null, null)
 
     run(test)
 
