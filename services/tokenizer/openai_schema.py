@@ -25,7 +25,7 @@ from services.tokenizer.sampling_body import Count, check_num_logprobs, check_sa
 from services.tokenizer.structured_body import StructuredBody
 from services.wire.messages import NO_LOGPROBS
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatBody(StructuredBody, frozen=True, kw_only=True):

@@ -90,7 +90,7 @@ def test_str_07_tools_that_may_be_called_or_not(page_1: Client) -> None:
 def test_str_03_a_streamed_call_adds_up_to_the_one_in_a_body(page_1: Client) -> None:
     fields: Json = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
     message, _ = message_of(page_1, **fields)
-    sdk = OpenAI(base_url=f"{page_1.server.url}/v1", api_key="x", max_retries=0)
+    sdk: Any = OpenAI(base_url=f"{page_1.server.url}/v1", api_key="x", max_retries=0)
     with sdk.chat.completions.create(
         model=sdk.models.list().data[0].id, messages=QUESTION, max_tokens=200, stream=True, **fields
     ) as stream:
@@ -114,7 +114,7 @@ def test_str_03_a_streamed_call_adds_up_to_the_one_in_a_body(page_1: Client) -> 
 
 
 def test_a_tool_dialogue_goes_on_with_what_the_client_library_sends_back(page_1: Client) -> None:
-    sdk = OpenAI(base_url=f"{page_1.server.url}/v1", api_key="x", max_retries=0)
+    sdk: Any = OpenAI(base_url=f"{page_1.server.url}/v1", api_key="x", max_retries=0)
     model = sdk.models.list().data[0].id
     fields: Json = {"model": model, "tools": TOOLS, "max_tokens": 100, "temperature": 0}
     first = (

@@ -77,7 +77,8 @@ def test_str_07_tools_are_shown_to_a_model_whose_template_shows_none(server: Ser
         assert '"name": "get_weat' in prompt_text(submit)  # `he` is a token of its own
         assert submit.sampling.grammar is None
         assert submit.text.skip_special_tokens
-    for body in ({"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {}):
+    bodies: list[Json] = [{"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {}]
+    for body in bodies:
         submit = submitted(server, **body)
         assert "get_weat" not in prompt_text(submit)
 
@@ -230,7 +231,7 @@ def test_cht_11_thoughts_are_split_off_streamed_and_not(thinking_server: Server)
 
 
 def test_cht_11_thinking_turned_off(thinking_server: Server) -> None:
-    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    off: Json = {"chat_template_kwargs": {"enable_thinking": False}}
     assert prompt_text(submitted(thinking_server, **off)).endswith("assistant\n\n\n\n\n")  # the tags are tokens here
     for pieces in (["Yes", "."], ["Yes."]):
         assert message_of(ask(thinking_server, pieces, **off)) == {"role": "assistant", "content": "Yes."}
@@ -258,7 +259,7 @@ def test_thoughts_then_a_call(thinking_server: Server) -> None:
     grammar = submitted(thinking_server, tools=[TOOL], tool_choice="required").sampling.grammar
     assert grammar is not None
     assert grammar.text.startswith('start: ("<think>" thoughts BLANKS?)? (call')
-    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    off: Json = {"chat_template_kwargs": {"enable_thinking": False}}
     grammar = submitted(thinking_server, tools=[TOOL], tool_choice="required", **off).sampling.grammar
     assert grammar is not None
     assert grammar.text.startswith("start: call")

@@ -44,8 +44,10 @@ def test_str_07_which_function_must_be_called() -> None:
     required, named = use_of(tools=TOOLS, tool_choice="required"), use_of(tools=TOOLS, tool_choice=NAMED)
     assert required is not None
     assert named is not None
-    assert (required.must_call, required.names) == (True, {"f", "g"})
-    assert (named.must_call, named.names) == (True, {"g"})
+    assert required.must_call
+    assert required.names == {"f", "g"}
+    assert named.must_call
+    assert named.names == {"g"}
     assert len(named.functions) == 2
     assert (
         refused(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "h"}}).param
