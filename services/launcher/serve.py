@@ -15,6 +15,7 @@ from services.launcher.port import reserve_port
 from services.launcher.progress import Entrance, HttpStartup, SilentStartup
 from services.launcher.run_directory import given_run_directory, new_run_directory
 from services.launcher.supervisor import Startup, Stop, Supervisor
+from services.model_files.source import model_name
 from services.runtime.config import (
     FlagParser,
     Settings,
@@ -56,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
             settings = dataclasses.replace(settings, port=reserved.getsockname()[1])
         if _NEEDS_MODEL.intersection(roles):
             model = resolve_model(settings.model, settings)
-            name = settings.served_model_name or model.name
+            name = settings.served_model_name or model.name or model_name(model.path)
             settings = dataclasses.replace(settings, model=str(model.path), served_model_name=name)
         run_dir = stack.enter_context(_run_directory(settings, role))
         specs = _child_specs(roles, dataclasses.replace(settings, run_dir=str(run_dir)))

@@ -54,6 +54,15 @@ def open_model(path: str | Path) -> ModelFiles:
     return _open_gguf(path)
 
 
+def model_name(path: Path) -> str:
+    """What a model is called when nobody names it: its folder as it is, or its GGUF file without the ending."""
+    if not path.is_dir():
+        return path.stem
+    gguf_files = list(path.glob("*.gguf"))
+    has_one_file = len(gguf_files) == 1 and not (path / "config.json").is_file()
+    return gguf_files[0].stem if has_one_file else path.absolute().name
+
+
 def read_json_object(path: Path) -> dict[str, object]:
     """Read a JSON object from `path`.
 

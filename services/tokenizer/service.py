@@ -24,7 +24,7 @@ import uvloop
 
 from services.model_files.errors import ModelFileError
 from services.model_files.generation_config import load_sampling_defaults
-from services.model_files.source import ModelFiles, open_model
+from services.model_files.source import ModelFiles, model_name, open_model
 from services.model_files.tokenizer import LoadedTokenizer, load_tokenizer
 from services.runtime.config import Settings
 from services.runtime.service import Process, StartError
@@ -219,7 +219,7 @@ def _load(settings: Settings) -> _Loaded:
     files = open_model(settings.model)
     tokenizer = load_tokenizer(files)
     model = ServedModel(
-        name=settings.served_model_name or files.path.stem,
+        name=settings.served_model_name or model_name(files.path),
         created=int(time.time()),
         context_tokens=settings.max_model_len or _context_of(files),
         num_entries=tokenizer.num_entries,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.model_files.errors import ModelFileError
-from services.model_files.source import open_model
+from services.model_files.source import model_name, open_model
 from tests.unit.model_files.gguf_files import TINY_LLAMA, write_gguf
 
 
@@ -62,6 +62,17 @@ def test_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
     write_gguf(tmp_path / "other.gguf")
     with pytest.raises(ModelFileError, match=r"model\.gguf, other\.gguf"):
         open_model(tmp_path)
+
+
+def test_a_model_is_called_as_its_folder_or_its_file(tmp_path: Path) -> None:
+    folder = tmp_path / "Qwen3-0.6B"
+    folder.mkdir()
+    (folder / "config.json").touch()
+    (folder / "extra.gguf").touch()
+    assert model_name(folder) == "Qwen3-0.6B"
+    (folder / "config.json").unlink()
+    assert model_name(folder) == "extra"
+    assert model_name(folder / "extra.v2.gguf") == "extra.v2"
 
 
 @pytest.mark.parametrize(
