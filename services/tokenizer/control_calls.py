@@ -34,7 +34,8 @@ class ControlCalls:
         """
         self._serial = self._serial % _MAX_SERIAL + 1
         serial = self._serial
-        done = self._open[serial] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._open[serial] = done
         try:
             if not self._send(Control(serial, action, group_id)):
                 raise unavailable(Code.OVERLOADED, "the scheduler does not keep up")

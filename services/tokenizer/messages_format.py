@@ -50,7 +50,13 @@ class MessagesFormat:
     def opening(self, choice: int) -> bytes:
         """The message without content, and the first ping."""
         usage = {"input_tokens": self._num_prompt_tokens, "output_tokens": 0}
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        message: dict[str, object] = {
+            **self._head,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
         return named_event("message_start", {"message": message}) + self.keep_alive()
 
     def delta(self, choice: int, delta: AnswerDelta) -> bytes:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 instructor = pytest.importorskip("instructor")
 openai = pytest.importorskip("openai")
-pydantic = pytest.importorskip("pydantic")
+BaseModel: Any = pytest.importorskip("pydantic").BaseModel
 
 
-class Verdict(pydantic.BaseModel):  # type: ignore[misc]
+class Verdict(BaseModel):  # type: ignore[misc]
     """A verdict on what was said."""
 
     mood: Literal["good", "bad"]

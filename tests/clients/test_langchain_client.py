@@ -7,17 +7,17 @@ from typing import Any, Literal
 import pytest
 
 langchain_openai = pytest.importorskip("langchain_openai")
-pydantic = pytest.importorskip("pydantic")
+BaseModel: Any = pytest.importorskip("pydantic").BaseModel
 
 
-class Verdict(pydantic.BaseModel):  # type: ignore[misc]
+class Verdict(BaseModel):  # type: ignore[misc]
     """A verdict on what was said."""
 
     mood: Literal["good", "bad"]
     is_sure: bool
 
 
-class GetWeather(pydantic.BaseModel):  # type: ignore[misc]
+class GetWeather(BaseModel):  # type: ignore[misc]
     """The weather in a city."""
 
     city: Literal["Paris", "Rome"]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 openai = pytest.importorskip("openai")
-pydantic = pytest.importorskip("pydantic")
+BaseModel: Any = pytest.importorskip("pydantic").BaseModel
 
 HI: list[Any] = [{"role": "user", "content": "Say hello."}]
 WEATHER: dict[str, Any] = {
@@ -23,7 +23,7 @@ WEATHER: dict[str, Any] = {
 }
 
 
-class Verdict(pydantic.BaseModel):  # type: ignore[misc]
+class Verdict(BaseModel):  # type: ignore[misc]
     """What the model must fill in."""
 
     mood: Literal["good", "bad"]
