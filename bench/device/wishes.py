@@ -77,10 +77,10 @@ def check_wishes(device: torch.device) -> Iterator[Outcome]:
         try:
             _run(path, device)  # what is set up once in a process may wait
             found = _run(path, device, may_wait=False)
-        except RuntimeError as error:
-            if "synchroniz" not in str(error):
+        except RuntimeError as raised:
+            if "synchroniz" not in str(raised):
                 raise
-            yield held("steps ahead wait for nothing", False, str(error).splitlines()[0][:100])
+            yield held("steps ahead wait for nothing", False, str(raised).splitlines()[0][:100])
             return
     yield held("steps ahead wait for nothing", True, f"{len(_PREFILLS) + _NUM_DECODES} steps launched together")
     num_different = sum(a != b for a, b in zip(expected.tokens, found.tokens, strict=True))

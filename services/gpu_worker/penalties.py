@@ -100,7 +100,7 @@ class Penalties:
         ids = self._ids[:, : rows.width].index_select(0, lines).to(torch.int64)  # [n, width]
         places = flat_index(rows.at.logit_rows, self._vocab_size, ids)
         seen = self._seen.view(-1)[flat_index(lines, self._vocab_size, ids)]
-        repetition, frequency, presence = self._factors[lines].split(1, dim=1)  # [n, 1]
+        repetition, frequency, presence = torch.split(self._factors[lines], 1, dim=1)  # [n, 1]
         flat = logits.view(-1)
         values = flat[places]
         repeated = torch.where(values > 0, values / repetition, values * repetition)

@@ -163,7 +163,8 @@ class StepLauncher:
         passed = self._attempt(lambda: self._forward(step, clock), what)
         turn = turn or self._begin_turn(step)
         masks = self._wait_for_masks(turn, has_raised)
-        work = self._state.options.work(turn.picks, step.spans, masks and masks.of(masks.masked))
+        of_all = None if masks is None else masks.of(masks.masked)
+        work = self._state.options.work(turn.picks, step.spans, of_all)
         output = None
         if passed is not None:
             hidden, logits = passed
