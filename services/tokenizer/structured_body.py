@@ -41,7 +41,7 @@ class StructuredBody(SamplingBody, frozen=True, kw_only=True):
     @property
     def grammar_param(self) -> str | None:
         """The field that the grammar came in: the last one, as `response_format` may be there and ask for text."""
-        return next((name for name in reversed(FIELDS) if getattr(self, name) is not None), None)
+        return next((name for name in reversed(list(FIELDS)) if getattr(self, name) is not None), None)
 
 
 def check_end(body: SamplingBody, grammar: Grammar | None) -> None:

@@ -83,8 +83,8 @@ def test_nothing_is_loaded_or_started_before_the_first_grammar(spec: ChildSpec) 
     compiler = GrammarCompiler(spec)
     assert compiler.take_answers() == []
     assert compiler.matcher(GOOD) is None
-    assert threading.current_thread() is threading.main_thread()
-    assert not [thread for thread in threading.enumerate() if thread.name == "grammar-compiler" and compiler is thread]
+    assert compiler._thread is None
+    assert compiler._process.pid is None
     compiler.close()
 
 

@@ -249,7 +249,7 @@ def nested(depth: int) -> dict[str, object]:
 def test_a_schema_at_its_limits_is_taken_and_beyond_them_refused() -> None:
     assert checked(nested(32))
     assert "more than 32 deep" in refusal(nested(33))
-    wide = {"properties": {f"p{index}": {} for index in range(5000)}}
+    wide: dict[str, dict[str, object]] = {"properties": {f"p{index}": {} for index in range(5000)}}
     assert checked(wide)
     wide["properties"]["one more"] = {}
     assert "more than 5000 properties" in refusal(wide)
