@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("id", metavar="ID", help="the answer's id, which is also its header x-request-id")
     add_server_flags(made)
+    made.add_argument("--json", action="store_true", help="print all that the server tells, as JSON")
     made.add_argument("--run-dir", type=Path, metavar="DIR", help="run directory of the server to ask (default: all)")
     return made
 
@@ -46,6 +48,9 @@ def run(arguments: Sequence[str]) -> int:
     if not addresses:
         raise CommandError("no server of this user runs here with a control socket; say which with --url or --run-dir")
     trace = _ask(addresses, options.id)
+    if options.json:
+        print(json.dumps(trace, ensure_ascii=False))
+        return 0
     terminal = Terminal()
     for line in trace_lines(trace, terminal.columns if terminal.is_interactive else 120):
         terminal.line(harmless(line))

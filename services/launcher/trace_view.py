@@ -15,6 +15,8 @@ from services.launcher.terminal import aligned
 
 _LEAST_BAR, _MOST_BAR = 10, 60
 _WAIT, _WORK = "░", "█"
+_SHOWN = {"pages": "pages", "cached_tokens": "cached", "steps": "steps", "chunks": "chunks", "retractions": "retracted"}
+"""The counters that tell why a hop took its time; `--json` has all."""
 
 
 def trace_lines(trace: Mapping[str, Any], columns: int) -> list[str]:
@@ -60,7 +62,7 @@ def _table(hops: Sequence[Mapping[str, Any]], duration_ms: float, columns: int) 
     rows = [("HOP", "PROCESS", "WAIT ms", "WORK ms", "COUNTERS")]
     for hop in hops:
         process = f"{hop['role']} {hop['instance']}".strip()
-        counters = ", ".join(f"{name} {value:g}" for name, value in (hop.get("counters") or {}).items())
+        counters = _counters(hop.get("counters") or {})
         rows.append((str(hop["hop"]), process, _ms(hop["wait_ms"]), _ms(hop["work_ms"]), counters))
     width = max(len(row[-1]) for row in rows)
     lines = aligned([(*row[:-1], row[-1].ljust(width), "") for row in rows], right=(2, 3))
@@ -70,6 +72,11 @@ def _table(hops: Sequence[Mapping[str, Any]], duration_ms: float, columns: int) 
         return [line.rstrip() for line in lines]
     bars = ["", *(f"|{bar(hop, duration_ms, room)}|" for hop in hops)]
     return [f"{line}  {drawn}".rstrip() for line, drawn in zip(lines, bars, strict=True)]
+
+
+def _counters(counters: Mapping[str, float]) -> str:
+    """Those that are shown, and that counted anything."""
+    return ", ".join(f"{name} {counters[key]:.0f}" for key, name in _SHOWN.items() if counters.get(key))
 
 
 def bar(hop: Mapping[str, Any], duration_ms: float, width: int) -> str:

@@ -13,7 +13,7 @@ from services.launcher.chat.conversation import Conversation
 from services.launcher.chat.session import ChatSession
 from services.launcher.command_parser import command_parser
 from services.launcher.errors import CommandError
-from services.launcher.http.client import Client
+from services.launcher.http.client import Client, KeyWantedError
 from services.launcher.http.response import ResponseError
 from services.launcher.http.server_address import ServerAddress
 from services.launcher.progress import local_url
@@ -92,9 +92,15 @@ def _server(options: argparse.Namespace, stack: ExitStack) -> tuple[Client, str]
 
 
 def _served(address: ServerAddress) -> list[str]:
-    """The models of the server that listens there; none when nobody does, or something else."""
+    """The models of the server that listens there; none when nobody does, or something else.
+
+    Raises:
+        KeyWantedError: a server that wants a key: it should be used, not another one started beside it.
+    """
     try:
         return Client(address, _LOOK_TIMEOUT_S).models()
+    except KeyWantedError:
+        raise
     except ResponseError:
         return []
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import zmq
 
 from services.launcher.doctor.findings import Finding, failed, ok, warning
-from services.launcher.http.client import Client
+from services.launcher.http.client import Client, KeyWantedError
 from services.launcher.http.response import ResponseError
 from services.launcher.http.server_address import ServerAddress
 from services.launcher.port import reserve_port
@@ -41,7 +41,7 @@ def check_port(settings: Settings) -> Finding:
         models = _served(settings)
         if models is not None:
             return warning(
-                "port", f"{place} is taken by a server that has {', '.join(models) or 'no model'}",
+                "port", f"{place} is taken by a server that has {', '.join(models) or 'models for who has a key'}",
                 "end it, use it (`tokenway chat`), or choose another port with --port",
             )  # fmt: skip
         return failed("port", str(error), "choose another address with --host or --port")
@@ -51,9 +51,9 @@ def check_port(settings: Settings) -> Finding:
 def _served(settings: Settings) -> list[str] | None:
     """The models of the server on the port; None when it is none of the OpenAI API."""
     try:
-        address = ServerAddress.parse(local_url(settings.host, settings.port))
-        response = Client(address, _ANSWER_TIMEOUT_S).get("/v1/models")
-        return ["a key"] if response.status == 401 else Client(address, _ANSWER_TIMEOUT_S).models()
+        return Client(ServerAddress.parse(local_url(settings.host, settings.port)), _ANSWER_TIMEOUT_S).models()
+    except KeyWantedError:
+        return []
     except ResponseError:
         return None
 

@@ -24,6 +24,10 @@ class UnreachableError(ResponseError):
     """Nobody answers at the address."""
 
 
+class KeyWantedError(ResponseError):
+    """The server answers only who has a key, or another key."""
+
+
 class Client:
     """Asks one server."""
 
@@ -47,6 +51,8 @@ class Client:
     def models(self) -> list[str]:
         """The names in /v1/models; ResponseError when there is no such list."""
         response = self.get("/v1/models")
+        if response.status in (401, 403):
+            raise KeyWantedError(f"{self.address.url} wants a key, or another one: give it with --api-key")
         if response.status != 200:
             raise ResponseError(f"{self.address.url}/v1/models: {response.refusal()}")
         match response.json():

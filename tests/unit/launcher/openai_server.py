@@ -37,7 +37,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         state = self.server_state
         state.headers.append({name.lower(): value for name, value in self.headers.items()})
-        if self.path == "/v1/models":
+        if state.refusal is not None:
+            self._send(state.refusal[0], {"error": {"message": state.refusal[1]}})
+        elif self.path == "/v1/models":
             self._send(200, {"object": "list", "data": [{"id": name} for name in state.models]})
         elif self.path in state.other:
             self._send(200, state.other[self.path])

@@ -216,6 +216,16 @@ def test_a_server_that_listens_on_the_port_is_used(
     assert [body["model"] for body in server.asked] == ["model-a", "model-b"]
 
 
+def test_no_other_server_is_started_beside_one_that_wants_a_key(
+    server: OpenAiServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOKENWAY_PORT", server.url.rsplit(":", 1)[1])
+    server.refusal = (401, "no key")
+    assert ask(monkeypatch, "Hi") == 2
+    error = f"tokenway: {server.url} wants a key, or another one: give it with --api-key\n"
+    assert capsys.readouterr().err == error
+
+
 @pytest.mark.parametrize(
     ("text", "words", "reason"),
     [
@@ -239,9 +249,9 @@ def test_what_cannot_be_done_is_told_in_one_line_with_status_2(
 def test_a_refusal_of_what_was_piped_in_is_status_2(
     server: OpenAiServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.refusal = (401, "no such key")
-    assert ask(monkeypatch, "Hi", "--url", server.url) == 2
-    assert capsys.readouterr().err == "tokenway: status 401: no such key\n"
+    server.refusal = (429, "too many")
+    assert ask(monkeypatch, "Hi", "model-a", "--url", server.url) == 2
+    assert capsys.readouterr().err == "tokenway: status 429: too many\n"
 
 
 def test_an_own_server_has_the_persons_settings_but_for_model_and_port() -> None:

@@ -128,6 +128,8 @@ def test_prc_06_a_port_that_is_taken_is_named_with_who_has_it() -> None:
         found = check_port(Settings(port=int(server.url.rsplit(":", 1)[1])))
         assert found.verdict == Verdict.WARNING
         assert "is taken by a server that has model-a, model-b" in found.text
+        server.refusal = (401, "no key")
+        assert "has models for who has a key" in check_port(Settings(port=int(server.url.rsplit(":", 1)[1]))).text
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         found = check_port(Settings(port=other.getsockname()[1]))

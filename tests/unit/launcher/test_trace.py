@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ TRACE: dict[str, Any] = {
             "request_id": "ab", "finish": "stop", "prompt_tokens": 40, "cached_tokens": 32, "output_tokens": 12,
             "hops": [
                 hop("queue", "scheduler", 5, 15, 0),
-                hop("prefill", "gpu_worker", 20, 0, 20, chunks=1, pages=3),
+                hop("prefill", "gpu_worker", 20, 0, 20, chunks=1, pages=3, forward_us=5e6, retractions=0),
                 hop("decode", "gpu_worker", 40, 10, 50, steps=12),
             ],
         }
@@ -47,17 +48,7 @@ def test_a_trace_has_a_row_and_a_bar_for_each_hop() -> None:
     assert lines[3] == "prompt 40 tokens, 32 of them cached; 12 tokens out; stop"
     rows = {line.split()[0]: line for line in lines[4:]}
     assert list(rows) == ["HOP", "http", "tokenize", "queue", "prefill", "decode"]
-    assert rows["prefill"].split("|")[0].split() == [
-        "prefill",
-        "gpu_worker",
-        "0",
-        "0.0",
-        "20.0",
-        "chunks",
-        "1,",
-        "pages",
-        "3",
-    ]
+    assert rows["prefill"].split("|")[0].split()[2:] == ["0", "0.0", "20.0", "pages", "3,", "chunks", "1"]
     bars = {name: line.split("|")[1] for name, line in rows.items() if name != "HOP"}
     width = len(bars["http"])
     assert {len(drawn) for drawn in bars.values()} == {width}
@@ -106,6 +97,8 @@ def test_a_trace_is_asked_of_a_server(capsys: pytest.CaptureFixture[str]) -> Non
         assert main(["trace", "a/b c", "--url", server.url, "--api-key", "k"]) == 0
         assert server.headers[-1]["authorization"] == "Bearer k"
         shown = capsys.readouterr().out
+        assert main(["trace", "a/b c", "--url", server.url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["answers"] == TRACE["answers"]
         assert shown.startswith("a/b c\ufffd[2J: /v1/chat/completions")
         assert main(["trace", "unknown", "--url", server.url]) == 2
     error = capsys.readouterr().err
