@@ -62,7 +62,7 @@ def test_api_05_the_official_client_raises_its_own_errors(server: Server) -> Non
         with pytest.raises(openai.NotFoundError, match="other"):
             client.completions.create(model="other", prompt="x")
         with pytest.raises(openai.NotFoundError):
-            client.embeddings.create(model="small", input="x")
+            client.moderations.create(input="x")
         server.backend.tell_load(num_waiting=64)
         wait_until(lambda: request(server.port, "POST", TEXT_PATH, b"{").status == 503)
         with pytest.raises(openai.InternalServerError, match="waiting") as full:
