@@ -142,7 +142,7 @@ def test_defaults_are_those_that_a_request_gets(described: Json, kind: str, defa
 def test_every_route_of_the_table_is_answered(server: Server, route: Route) -> None:
     """Over the control socket all are there: an empty body may be refused, but by the route."""
     server.backend.script = OK
-    body = {} if route.form is not None else None
+    body: Json | None = {} if route.form is not None else None
     if route.path in ("/flush_cache", "/pause", "/resume"):  # these wait for the scheduler
         body = {"zipzap": float("inf")}
     response = server.over_control(route.method, route.path.replace("{id}", "nobody"), body)
