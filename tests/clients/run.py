@@ -23,7 +23,7 @@ def main() -> int:
     arguments, options = parser.parse_known_args()
     tests = [option for option in options if not option.startswith("-")] or [str(FOLDER)]
     flags = [option for option in options if option.startswith("-")]
-    with running("smollm2:135m", served_model_name=MODEL_NAME, kv_cache_tokens=32768) as server:
+    with running("smollm2:135m", served_model_name=MODEL_NAME, kv_cache_tokens=8192) as server:
         command = [arguments.python, "-m", "pytest", "-c", str(FOLDER / "pytest.ini"), *flags, *tests]
         variables = {"TOKENWAY_CLIENTS_URL": server.url, "TOKENWAY_CLIENTS_MODEL": MODEL_NAME}
         return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
