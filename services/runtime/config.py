@@ -123,8 +123,9 @@ class Settings:
     max_schema_bytes: int = setting(256 * 1024, "largest JSON schema or grammar of a request")
     max_schema_properties: int = setting(5000, "most properties in a JSON schema")
     max_schema_depth: int = setting(32, "how deep schemas may lie within schemas")
-    json_whitespace: str = setting("compact", "blanks in answers held to a JSON schema: none, or where JSON allows them",
-                                   ("compact", "flexible"))  # fmt: skip
+    json_whitespace: str = setting(
+        "compact", "blanks in answers held to a JSON schema: none, or where JSON allows them", ("compact", "flexible")
+    )
     grammar_timeout_s: float = setting(2.0, "how long compiling a grammar may take")
     grammar_memory_mb: int = setting(512, "how much memory compiling a grammar may take, in MiB")
     jump_ahead: bool = setting(True, "take tokens that a grammar forces without running the model for each")
