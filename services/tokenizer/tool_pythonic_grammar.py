@@ -38,8 +38,8 @@ def pythonic_calls(
     shared = {key: schema[key] for key in ("$defs", "x-guidance") if key in schema}
     lines: list[str] = []
     for number, (name, value) in enumerate(properties.items()):
-        own: Mapping[str, object] = value if isinstance(value, Mapping) else {}
-        whole = {**own, **shared}
+        whole: dict[str, object] = dict(value) if isinstance(value, Mapping) else {}
+        whole.update(shared)
         lines += [f'k{index}x{number}: "{name}=" v{index}x{number}', f"v{index}x{number}: {json_rule(whole)}"]
     lines += _keywords(index, [name in required for name in properties])
     return [f'f{index}: "{function.name}(" first{index}x0 ")"', *lines]
