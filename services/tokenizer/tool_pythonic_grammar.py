@@ -35,7 +35,7 @@ def pythonic_calls(
     if odd and (function.is_strict or not all(name.isidentifier() for name in properties)):
         problem = f"{odd[0]!r} cannot be kept in a call that is written as Python"
         raise bad_field(function.param, problem, Code.UNSUPPORTED_VALUE)
-    shared = {key: schema[key] for key in ("$defs", "x-guidance") if key in schema}
+    shared: dict[str, object] = {key: schema[key] for key in ("$defs", "x-guidance") if key in schema}
     lines: list[str] = []
     for number, (name, value) in enumerate(properties.items()):
         whole: dict[str, object] = dict(value) if isinstance(value, Mapping) else {}
