@@ -18,8 +18,14 @@ from services.wire.messages import Finish
 ROW_GROUPS = {
     "WorkerCard": (("held_request_ids", "held_attempts", "held_indexes"),),
     "StepPlan": (("page_rows", "page_counts"), ("rows", "start_positions", "num_new_tokens", "samples")),
+    "LogitRules": (("bias_ids", "biases"),),
+    "PromptLogprobs": (),
 }
-CUT_BY = {"token_ids": "counts", "page_ids": "page_counts"}  # column -> the column of counts that cuts it
+# column -> the column of counts that cuts it
+CUT_BY = {"token_ids": "counts", "page_ids": "page_counts", "bad_word_ids": "bad_word_counts"}
+# What is not drawn row by row: times, and what `_complete` makes to fit the rest.
+BESIDE_ROWS = ("epoch", "step", "forward_us", "step_us", "prompt_logprobs", "embeddings", "stops")
+LOGPROB_COLUMNS = ("logprob_counts", "logprob_ids", "logprobs")
 MAX_ROWS = 4
 
 
@@ -39,8 +45,25 @@ def _instances(draw: st.DrawFn, cls: type) -> Any:
     for name, counts in CUT_BY.items():
         if name in values and counts in values:
             total = sum(unpack_int32(values[counts]))
-            values[name] = pack_int32(draw(st.lists(_naturals(), min_size=total, max_size=total)))
+            values[name] = draw(_natural_columns(total))
+    _complete(draw, values)
     return cls(**values)
+
+
+def _complete(draw: st.DrawFn, values: dict[str, Any]) -> None:
+    """Draws what depends on other columns: log-probabilities on the ids, stop strings on the finishes."""
+    if "stops" in values:
+        num_stops = values["finishes"].count(Finish.STOP_STRING)
+        values["stops"] = tuple(draw(st.lists(st.text(max_size=5), min_size=num_stops, max_size=num_stops)))
+    ids = "token_ids"
+    if "logprob_counts" in values:
+        num_ids = len(values[ids]) // 4
+        counts = draw(st.just([]) | st.lists(st.integers(0, 3), min_size=num_ids, max_size=num_ids))
+        ids, values["logprob_counts"] = "logprob_ids", pack_int32(counts)
+        values[ids] = draw(_natural_columns(sum(counts)))
+    if "logprobs" in values:
+        length = len(values[ids])
+        values["logprobs"] = draw(st.binary(min_size=length, max_size=length))
 
 
 def _groups(cls: type, names: list[str]) -> tuple[tuple[str, ...], ...]:
@@ -49,11 +72,15 @@ def _groups(cls: type, names: list[str]) -> tuple[tuple[str, ...], ...]:
     if not hasattr(cls, "check"):
         return ()
     cut = [name for name in names if CUT_BY.get(name) in names]
-    return (tuple(name for name in names if name not in (*cut, "epoch", "step", "forward_us", "step_us")),)
+    return (tuple(name for name in names if name not in (*cut, *BESIDE_ROWS, *LOGPROB_COLUMNS)),)
 
 
 def _naturals() -> st.SearchStrategy[int]:
     return st.integers(0, 2**31 - 1)
+
+
+def _natural_columns(num_rows: int) -> st.SearchStrategy[bytes]:
+    return st.lists(_naturals(), min_size=num_rows, max_size=num_rows).map(pack_int32)
 
 
 def _values(name: str, hint: Any, num_rows: int | None) -> st.SearchStrategy[Any]:

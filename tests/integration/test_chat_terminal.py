@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import pty
@@ -37,6 +38,7 @@ class Person:
     def __init__(self, process: subprocess.Popen[bytes], terminal: int) -> None:
         self.process = process
         self._terminal = terminal
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode  # a read may end inside a character
         self._unread = ""
 
     def wait_for(self, text: str) -> str:
@@ -68,7 +70,7 @@ class Person:
         except OSError:  # the other end is closed
             piece = b""
         assert piece, f"it has ended: {self._unread!r}"
-        return piece.decode(errors="replace")
+        return self._decode(piece)
 
 
 def plain(text: str) -> str:
