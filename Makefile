@@ -1,6 +1,7 @@
 # make serve       environment, demo model and server in one go      PORT=8000 MODEL=smollm2:135m ARGS="--num-tokenizers 2"
 # make test        what every change must pass, within 8 minutes on two cores
 # make test-all    the long tests too        make device-check  the worker on a CUDA device against the CPU
+# make test-surface    what clients see of the real model, feature by feature
 # make test-pairwise   the pipeline's settings against each other, each run held to the reference texts
 # make test-schemathesis  ten thousand requests made of /openapi.json
 # make test-clients  the real clients, installed into an environment of their own: needs a package index, npm for two
@@ -25,7 +26,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help serve test test-all test-pairwise test-schemathesis test-clients test-compose device-check lint format clean
+.PHONY: help serve test test-all test-surface test-pairwise test-schemathesis test-clients test-compose device-check lint format clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -38,6 +39,9 @@ test: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(PYTEST) -m "not compose" -n $(TEST_WORKERS) --dist loadfile $(ARGS)
+
+test-surface: $(VENV)/.installed-test
+	$(PYTEST) -m surface -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 test-pairwise: $(VENV)/.installed-test
 	$(PYTEST) -m pairwise $(ARGS)

@@ -25,7 +25,7 @@ from rich.cells import cell_len
 from tests.integration.client import Client
 from tests.integration.server import environment, running
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.surface, pytest.mark.timeout(300)]
 PROMPT = ">>> "
 PATIENCE_S = 120.0
 COLUMNS = 44

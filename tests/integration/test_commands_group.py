@@ -16,6 +16,8 @@ from services.runtime.config import Settings, inherited_environment
 from tests.sockets import sockets
 from tests.unit.tokenizer.http_client import request
 
+pytestmark = [pytest.mark.slow, pytest.mark.surface, pytest.mark.timeout(300)]
+
 REPOSITORY = Path(__file__).parents[2]
 SMALL = ["--num-prompts", "12", "--input-tokens", "40", "--output-tokens", "10", "--concurrency", "4", "--seed", "5"]
 

@@ -17,6 +17,8 @@ import pytest
 
 from tests.integration.server import running
 
+pytestmark = [pytest.mark.slow, pytest.mark.surface, pytest.mark.timeout(300)]
+
 _PROMPTS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "reference" / "logprobs.json").read_text("utf-8"))[
     "prompts"
 ]

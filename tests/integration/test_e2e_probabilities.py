@@ -12,7 +12,7 @@ import pytest
 from tests.integration.client import CHAT, HELLO, HI, NUM, NUM_TEXT, TEXT, Client, Json, PatientReader
 from tests.unit.tokenizer.http_client import text_of
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.surface, pytest.mark.timeout(600)]
 SEVEN = 39
 # Values of the same weights in float32; the server's products are of 4-bit weights.
 TOLERANCE = 0.03

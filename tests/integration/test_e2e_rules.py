@@ -13,6 +13,8 @@ import pytest
 from tests.integration.client import HELLO, NUM, NUM_TEXT
 from tests.integration.server import running
 
+pytestmark = [pytest.mark.slow, pytest.mark.surface, pytest.mark.timeout(300)]
+
 SEVEN = 39  # the id of `7`
 ALL_RULES = {
     "temperature": 0.9,

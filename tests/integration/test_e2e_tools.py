@@ -11,6 +11,8 @@ from openai.types.chat import ChatCompletionMessage
 
 from tests.integration.client import CHAT, Client, Json
 
+pytestmark = [pytest.mark.slow, pytest.mark.surface, pytest.mark.timeout(600)]
+
 WEATHER: Json = {
     "type": "function",
     "function": {

@@ -39,6 +39,8 @@ def hold_to_description(server: Server, num_requests: int) -> Totals:
     return totals
 
 
+@pytest.mark.slow
+@pytest.mark.surface
 @pytest.mark.timeout(600)
 def test_api_04_some_hundred_requests_made_of_the_description(tiny: Server) -> None:
     totals = hold_to_description(tiny, FEW)

@@ -181,7 +181,7 @@ def test_an_answer_that_the_detokenizer_gave_up_is_not_made_any_more() -> None:
     with running_pipeline() as pipeline:
         pipeline.is_working = False
         pipeline.tokenizer.send(new_submit(1, PROMPT, 100))
-        pipeline.group.pump(lambda: bool(pipeline.worker.results))
+        pipeline.group.pump(lambda: bool(pipeline.worker.results) and last_load(pipeline).num_running == 1)
         pipeline.detokenizer.send(DecodeFailed(id_of(1), pack_int32([0])))
         pipeline.group.pump(lambda: last_load(pipeline).num_running == 0 and last_load(pipeline).num_pages == 64)
         pipeline.is_working = True
