@@ -28,6 +28,7 @@ FROM base AS shared
 COPY services/__init__.py services/py.typed services/
 COPY services/wire services/wire
 COPY services/runtime services/runtime
+COPY services/model_files services/model_files
 COPY services/launcher services/launcher
 
 FROM base AS weights
@@ -47,7 +48,6 @@ ENTRYPOINT ["tokenway", "serve", "--role", "scheduler"]
 FROM base AS detokenizer
 RUN pip install -c /build/constraints.txt '/build[detokenizer]'
 COPY --from=shared /app/services services
-COPY services/model_files services/model_files
 COPY services/detokenizer services/detokenizer
 USER tokenway
 ENTRYPOINT ["tokenway", "serve", "--role", "detokenizer"]
@@ -55,7 +55,6 @@ ENTRYPOINT ["tokenway", "serve", "--role", "detokenizer"]
 FROM base AS tokenizer
 RUN pip install -c /build/constraints.txt '/build[tokenizer]'
 COPY --from=shared /app/services services
-COPY services/model_files services/model_files
 COPY services/tokenizer services/tokenizer
 USER tokenway
 EXPOSE 8000
@@ -64,7 +63,6 @@ ENTRYPOINT ["tokenway", "serve", "--role", "tokenizer"]
 FROM base AS gpu_worker
 RUN pip install -c /build/constraints.txt '/build[gpu-worker]'
 COPY --from=shared /app/services services
-COPY services/model_files services/model_files
 COPY services/gpu_worker services/gpu_worker
 USER tokenway
 ENTRYPOINT ["tokenway", "serve", "--role", "gpu_worker"]
