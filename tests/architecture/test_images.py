@@ -1,4 +1,4 @@
-"""The images hold what their code imports: the launcher is in every image, the packages beside it are copied one by one."""
+"""Images hold what their code imports: the launcher is in every one, with the packages that are copied beside it."""
 
 from __future__ import annotations
 
