@@ -3,9 +3,10 @@
     python -m venv /some/venv && /some/venv/bin/pip install guidellm==0.8.1      (it needs torch: a CPU build will do)
     python -m bench.compare_with_guidellm --guidellm /some/venv/bin/guidellm
 
-Starts a server of its own without a prefix cache, so that both find the same work, and lets the tools take turns. Token
-counts must be equal and the medians over all rounds within 10 %: time to first token, time between tokens (the mean of
-each answer: what `tokenway bench` calls TPOT and guidellm ITL), time to the end. Status 1 when they are not.
+Starts a server of its own without a prefix cache, so that both find the same work, and with a worker of one thread: that
+leaves a core to the tools (on two cores guidellm slows a worker of two threads by a seventh). The tools take turns.
+Token counts must be equal and the medians over all rounds within 10 %: time to first token, time between tokens (the
+mean of each answer: what `tokenway bench` calls TPOT and guidellm ITL), time to the end. Status 1 when they are not.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
     theirs: list[Figures] = []
     with (
         tempfile.TemporaryDirectory(prefix="compare-") as folder,
-        OwnServer(options.model, ["--no-enable-prefix-caching"]) as server,
+        OwnServer(options.model, ["--no-enable-prefix-caching", "--num-threads", "1"]) as server,
     ):
         prompts = Path(folder) / "prompts.jsonl"
         write_prompts(prompts, options)
