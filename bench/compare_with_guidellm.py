@@ -3,7 +3,7 @@
     python -m venv /some/venv && /some/venv/bin/pip install guidellm==0.8.1      (it needs torch: a CPU build will do)
     python -m bench.compare_with_guidellm --guidellm /some/venv/bin/guidellm
 
-Starts a server of its own without a prefix cache, so that both find the same work, and with a worker of one thread: that
+Starts a server of its own without a prefix cache, so that both find the same work, with a worker of one thread: that
 leaves a core to the tools (on two cores guidellm slows a worker of two threads by a seventh). The tools take turns.
 Token counts must be equal and the medians over all rounds within 10 %: time to first token, time between tokens (the
 mean of each answer: what `tokenway bench` calls TPOT and guidellm ITL), time to the end. Status 1 when they are not.
