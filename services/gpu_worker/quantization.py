@@ -56,6 +56,6 @@ def block_format(ggml_type: int) -> BlockFormat | None:
         one_block = np.zeros((1, block_bytes), dtype=np.uint8)
         with np.errstate(all="ignore"):
             quants.dequantize(one_block, kind)
-    except (ValueError, KeyError, NotImplementedError):
+    except (ValueError, KeyError, NotImplementedError):  # the last is how gguf says that it knows only the name
         return None
     return BlockFormat(kind.name, ggml_type, block_length, block_bytes)

@@ -143,6 +143,7 @@ class TokenizerService:
         self._link.view.is_draining = True
         self._link.set_state(State.DRAINING)
         deadline_s = time.monotonic() + self._process.drain_timeout_s
+        # Balancers look at /ready every so often: new connections are taken until they have seen that we leave.
         await _unless_ended(link, asyncio.sleep(min(self._notice_s, self._process.drain_timeout_s)))
         for server in serving:
             server.close()

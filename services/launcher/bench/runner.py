@@ -64,7 +64,7 @@ class Progress:
         while True:
             sys.stderr.write(f"\r\033[K{self.line(time.perf_counter())}")
             sys.stderr.flush()
-            await asyncio.sleep(_PROGRESS_S)
+            await asyncio.sleep(_PROGRESS_S)  # until the next line is due
 
 
 async def run_sessions(
@@ -117,7 +117,7 @@ class _Run:
             for session, arrival_s in zip(sessions, pace.arrivals_s(), strict=False):
                 wait_s = self._progress.started_s + arrival_s - time.perf_counter()
                 if wait_s > 0:
-                    await asyncio.sleep(wait_s)
+                    await asyncio.sleep(wait_s)  # until this session arrives: the load that was asked for
                 await room.acquire()
                 group.create_task(self._session(session)).add_done_callback(lambda _: room.release())
         self.ended_s = time.perf_counter()
