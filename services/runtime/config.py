@@ -1,7 +1,8 @@
 """Settings: one frozen dataclass, filled from defaults < TOML file < environment `TOKENWAY_...` < flags.
 
-The only place where the environment is read. An unknown name is an error wherever it comes from. The launcher hands its
-children the resolved settings through the environment, so that a process can also be started alone with the same names.
+The only place where the environment is read or written. An unknown name is an error wherever it comes from. The
+launcher hands its children the resolved settings through the environment, so that a process can also be started alone
+with the same names.
 """
 
 from __future__ import annotations
@@ -239,6 +240,11 @@ def client_api_key() -> str:
 def wants_no_color() -> bool:
     """Whether the person asked every program for output without colours (https://no-color.org)."""
     return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+
+
+def set_library_variable(name: str, value: str) -> None:
+    """Sets a variable that a library of this process looks at, where the library can be told in no other way."""
+    os.environ[name] = value
 
 
 def inherited_environment() -> dict[str, str]:

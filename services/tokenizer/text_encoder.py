@@ -8,7 +8,6 @@ encoding may take is this pool's size.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from typing import TypeVar
 from tokenizers import Tokenizer
 
 from services.model_files.tokenizer import LoadedTokenizer
+from services.runtime.config import set_library_variable
 from services.tokenizer.chat_template import ChatTemplate, TemplateChoices
 from services.tokenizer.control_tokens import PRIVATE_NAME_LENGTH, ControlTokens
 from services.tokenizer.conversation import Conversation, check_text
@@ -61,8 +61,7 @@ class TextEncoder:
         Raises:
             ModelFileError: the chat template has a syntax error or its file cannot be read.
         """
-        # The library reads this at each call; there is no other way to tell it.
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        set_library_variable("TOKENIZERS_PARALLELISM", "false")  # read at each call
         self._tokenizer = loaded.tokenizer
         self.texts = TokenTexts(loaded.vocabulary)
         """The way back, token by token."""
