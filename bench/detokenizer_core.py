@@ -22,8 +22,9 @@ from services.detokenizer.decoders import Decoders
 from services.detokenizer.incremental import TokenPieces
 from services.model_files.source import open_model
 from services.model_files.vocabulary import load_vocabulary
+from services.wire.answers import DecodeOpen, TokensProduced
 from services.wire.columns import pack_int32, pack_request_ids
-from services.wire.messages import DecodeOpen, TextParams, TokensProduced
+from services.wire.request_params import TextParams
 
 CASES: dict[str, tuple[str, ...]] = {
     "no stop": (),

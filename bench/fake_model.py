@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from services.model_files.vocabulary import Vocabulary
 from services.wire.columns import pack_int32, unpack_int32
-from services.wire.messages import StepPlan, StepResult
+from services.wire.steps import StepPlan, StepResult
 
 _MAX_PLAIN_IDS = 4096
 

@@ -26,7 +26,8 @@ from services.model_files.source import open_model
 from services.model_files.vocabulary import load_vocabulary
 from services.runtime.config import Settings
 from services.runtime.service import Process, run_service
-from services.wire.messages import Role, State, StepPlan, StepResult, WorkerCard
+from services.wire.members import Role, State, WorkerCard
+from services.wire.steps import StepPlan, StepResult
 from services.wire.transport import BlockingReceiver, DealerPort
 
 _DEFAULT_KV_TOKENS = 2**21

@@ -34,7 +34,8 @@ from services.gpu_worker.uploads import upload
 from services.gpu_worker.weights import load_model
 from services.model_files.source import open_model
 from services.wire.columns import pack_float32, pack_int32
-from services.wire.messages import LogitRules, NewRow, SamplingParams
+from services.wire.request_params import LogitRules, SamplingParams
+from services.wire.steps import NewRow
 
 CONTEXT = 512  # tokens that a row has, of which so many are different
 NUM_DIFFERENT = 300

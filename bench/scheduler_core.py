@@ -19,7 +19,9 @@ from services.scheduler.core import Core
 from services.scheduler.radix_cache import RadixCache
 from services.scheduler.token_batch import TokenBatch
 from services.wire.columns import pack_int32, unpack_int32
-from services.wire.messages import SamplingParams, StepPlan, StepResult, Submit, TextParams
+from services.wire.request_params import SamplingParams, TextParams
+from services.wire.requests import Submit
+from services.wire.steps import StepPlan, StepResult
 
 VOCAB_SIZE = 50_000
 NUM_PROMPT_TOKENS = 8_000

@@ -11,8 +11,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from services.wire.columns import pack_int32, unpack_int32
+from services.wire.finish import Finish
 from services.wire.forms import Column, Exactly, Limit, Range
-from services.wire.messages import Finish
 
 # Columns that belong together row by row, where a message has more than one group or a column outside of all.
 ROW_GROUPS = {

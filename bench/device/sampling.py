@@ -10,7 +10,7 @@ import torch
 from bench.device.report import Outcome, held
 from services.gpu_worker.sampler import SampledTokens, sample
 from services.gpu_worker.sampling_table import SamplingTable
-from services.wire.messages import SamplingParams
+from services.wire.request_params import SamplingParams
 
 _KINDS = {
     "greedy": SamplingParams(0.0, 1.0, 0, 0.0, 0, 0),

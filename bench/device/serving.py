@@ -22,19 +22,12 @@ from services.scheduler.request import Request
 from services.scheduler.workers import limits_of
 from services.wire.columns import pack_int32, unpack_int32
 from services.wire.endpoints import Identity
-from services.wire.messages import (
-    PROTOCOL_VERSION,
-    Finish,
-    Heartbeat,
-    Hello,
-    Role,
-    SamplingParams,
-    State,
-    StepResult,
-    Submit,
-    TextParams,
-    Welcome,
-)
+from services.wire.finish import Finish
+from services.wire.members import Heartbeat, Hello, Role, State, Welcome
+from services.wire.messages import PROTOCOL_VERSION
+from services.wire.request_params import SamplingParams, TextParams
+from services.wire.requests import Submit
+from services.wire.steps import StepResult
 from services.wire.transport import BlockingReceiver, RouterPort
 
 _TIMEOUT_S = 90.0

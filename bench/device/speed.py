@@ -22,7 +22,7 @@ from services.gpu_worker.sampling_table import SamplingTable
 from services.gpu_worker.step_inputs import StepRow, build_step_inputs
 from services.gpu_worker.weights import load_model
 from services.model_files.source import open_model
-from services.wire.messages import SamplingParams
+from services.wire.request_params import SamplingParams
 
 SMOLLM2 = Shape(
     vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,

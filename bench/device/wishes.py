@@ -25,7 +25,8 @@ from services.gpu_worker.weights import load_model
 from services.gpu_worker.worker_state import WorkerState
 from services.model_files.source import open_model
 from services.wire.columns import pack_float32, pack_int32, unpack_float32, unpack_int32
-from services.wire.messages import LogitRules, NewRow, PromptParams, SamplingParams, StepPlan, StepResult, Task
+from services.wire.request_params import LogitRules, PromptParams, SamplingParams, Task
+from services.wire.steps import NewRow, StepPlan, StepResult
 
 _SHAPE = Shape(vocab_size=4096)
 _PAGE_SIZE, _PROMPT_TOKENS, _NUM_DECODES = 16, 24, 6

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from services.detokenizer.incremental import IncrementalDecoder, TokenPieces
 from services.detokenizer.stop_strings import StopMatcher
 from services.wire.errors import ProtocolError
+from services.wire.finish import Finish
 from services.wire.logprob_columns import LogprobRun
-from services.wire.messages import Finish, TextParams
+from services.wire.request_params import TextParams
 
 _GOES_ON = Finish.NONE
 

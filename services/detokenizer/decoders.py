@@ -19,9 +19,10 @@ from services.detokenizer.incremental import TokenPieces
 from services.detokenizer.outgoing import Outgoing
 from services.detokenizer.turn_times import EndedAnswer, TurnTimes
 from services.runtime.logs import about
+from services.wire.answers import DecodeOpen, TokensProduced
 from services.wire.columns import split_by_counts, unpack_int32, unpack_request_ids
+from services.wire.finish import Finish
 from services.wire.logprob_columns import LogprobRun, split_logprobs
-from services.wire.messages import DecodeOpen, Finish, TokensProduced
 
 _Row: TypeAlias = tuple[int, list[int], Finish, LogprobRun | None]  # first index, ids, why it ends, log-probabilities
 K = TypeVar("K")

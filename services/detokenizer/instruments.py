@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from services.detokenizer.decoders import Decoders
 from services.runtime.metrics import counter, gauge, histogram, labelled_gauge
-from services.wire.messages import Role
+from services.wire.members import Role
 from services.wire.transport import Port
 
 

@@ -10,9 +10,11 @@ from itertools import chain
 
 from services.detokenizer.answer import AnswerChunk
 from services.detokenizer.turn_times import EndedAnswer
+from services.wire.answers import DecodeFailed, StopFound, TextChunks
 from services.wire.columns import pack_int32, pack_request_ids
+from services.wire.finish import Finish
 from services.wire.logprob_columns import join_logprobs
-from services.wire.messages import DecodeFailed, Finish, Resend, StopFound, TextChunks
+from services.wire.requests import Resend
 
 MAX_ROWS = 65_536  # of one TextChunks message
 MAX_CHUNK_BYTES = 4 * 1024 * 1024  # where another message begins; a quarter of the largest frame

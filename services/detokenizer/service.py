@@ -24,9 +24,11 @@ from services.model_files.source import open_model
 from services.model_files.vocabulary import load_vocabulary
 from services.runtime.service import GroupLostError, Process, StartError
 from services.runtime.session import SILENCE_LIMIT_S
+from services.wire.answers import DecodeOpen, HopReport, TokensProduced
 from services.wire.endpoints import Identity
 from services.wire.errors import ProtocolError
-from services.wire.messages import DecodeOpen, Finish, HopReport, Role, Roster, State, TokensProduced, Welcome
+from services.wire.finish import Finish
+from services.wire.members import Role, Roster, State, Welcome
 from services.wire.transport import AsyncReceiver, DealerPort, Port
 
 _ROSTER_WAIT_S = 0.4  # how long a draining process without answers waits for the scheduler to have noticed

@@ -4,8 +4,9 @@ import functools
 import os
 from pathlib import Path
 
+from services.runtime.config import set_library_variable
 from services.runtime.service import Process, StartError, run_service
-from services.wire.messages import Role
+from services.wire.members import Role
 
 
 def main(process: Process) -> None:
@@ -19,7 +20,7 @@ def main(process: Process) -> None:
         return
     # Threads that wait for each other must sleep: spinning they keep the cores from the other processes, and a step
     # takes five to ten times as long as soon as anything else runs. Read when torch is loaded.
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    set_library_variable("OMP_WAIT_POLICY", "PASSIVE")
     from services.gpu_worker import service  # torch takes seconds
 
     service.main(process)

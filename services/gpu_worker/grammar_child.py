@@ -24,7 +24,7 @@ from services.gpu_worker.grammar_vocabulary import library_tokenizer
 from services.model_files.source import open_model
 from services.model_files.vocabulary import load_vocabulary
 from services.wire.codec import decode, encode
-from services.wire.messages import CompileGrammar, GrammarCompiled
+from services.wire.steps import CompileGrammar, GrammarCompiled
 
 READY = b"ready\n"
 LENGTH_BYTES = 4

@@ -28,7 +28,8 @@ from services.gpu_worker.grammar_vocabulary import library_tokenizer
 from services.model_files.source import open_model
 from services.model_files.vocabulary import load_vocabulary
 from services.runtime.histogram import Histogram
-from services.wire.messages import CompileGrammar, Grammar, GrammarCompiled
+from services.wire.request_params import Grammar
+from services.wire.steps import CompileGrammar, GrammarCompiled
 
 COMPILE_BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _MAX_TEMPLATES = 256

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from services.gpu_worker.grammar_child import LENGTH_BYTES, READY
 from services.runtime.config import inherited_environment
 from services.wire.codec import decode, encode
-from services.wire.messages import CompileGrammar, GrammarCompiled
+from services.wire.steps import CompileGrammar, GrammarCompiled
 
 _START_TIMEOUT_S = 60.0  # the vocabulary is read and sorted: a second, more on a loaded machine
 

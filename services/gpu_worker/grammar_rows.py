@@ -24,7 +24,8 @@ from services.gpu_worker.grammar_seam import GrammarMasks
 from services.runtime.histogram import Histogram
 from services.runtime.logs import about
 from services.wire.columns import unpack_int32
-from services.wire.messages import NO_LOGPROBS, NewRow
+from services.wire.request_params import NO_LOGPROBS
+from services.wire.steps import NewRow
 
 MAX_FORCED = 128
 """Most ids that a row jumps at once; the rest follows with the next one."""

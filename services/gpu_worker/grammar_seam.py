@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.gpu_worker.row_lines import Bools
-from services.wire.messages import NewRow
+from services.wire.steps import NewRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from llguidance import LLMatcher, LLParserLimits
 
 from services.gpu_worker.grammar_ebnf import lark_of_ebnf
-from services.wire.messages import Grammar, GrammarKind
+from services.wire.request_params import Grammar, GrammarKind
 
 STEP_LIMITS = LLParserLimits(
     max_lexer_states=50_000,  # a state takes 1 to 2 kB, and all rows of a grammar share them

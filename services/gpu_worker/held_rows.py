@@ -19,7 +19,8 @@ from services.gpu_worker.prepared_step import Spans, StepRows
 from services.gpu_worker.row_lines import Bools, Picks
 from services.gpu_worker.uploads import Int64s
 from services.runtime.logs import about
-from services.wire.messages import NO_LOGPROBS, NewRow, Task
+from services.wire.request_params import NO_LOGPROBS, Task
+from services.wire.steps import NewRow
 
 Int32s = npt.NDArray[np.int32]
 _ANYWHERE = 2**62  # latest start of a row of whose prompt nothing is wanted

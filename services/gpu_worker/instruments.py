@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from services.gpu_worker.scheduler_link import SchedulerLink
 from services.gpu_worker.start_up import ReadyWorker
 from services.runtime.metrics import PREFIX, counter, gauge, histogram
-from services.wire.messages import StepResult
+from services.wire.steps import StepResult
 
 _STEP_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.065, 0.08, 0.1, 0.125, 0.15, 0.2, 0.25, 0.35, 0.5,

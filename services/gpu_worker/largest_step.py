@@ -14,7 +14,8 @@ from services.gpu_worker.prepared_step import Spans
 from services.gpu_worker.row_lines import Picks
 from services.gpu_worker.step_work import RowOptions
 from services.wire.columns import pack_int32
-from services.wire.messages import MAX_LOGPROBS, LogitRules, NewRow, PromptParams, SamplingParams
+from services.wire.request_params import MAX_LOGPROBS, LogitRules, PromptParams, SamplingParams
+from services.wire.steps import NewRow
 
 _RULES = LogitRules(frequency_penalty=1.0, repetition_penalty=2.0, allowed_token_ids=pack_int32([0]))
 

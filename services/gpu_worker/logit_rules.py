@@ -1,4 +1,4 @@
-"""gpu_worker: what requests want done to their logits before a token is picked (`wire.messages.LogitRules`).
+"""gpu_worker: what requests want done to their logits before a token is picked (`wire.request_params.LogitRules`).
 
     biases -> repetition, frequency, presence penalty -> stop ids below min_tokens -> bad words -> ids not allowed
 
@@ -24,7 +24,7 @@ from services.gpu_worker.penalties import PenalizedRows, Penalties
 from services.gpu_worker.row_lines import Picks, RowLines, TableLines, with_room
 from services.gpu_worker.uploads import Int64s, int64_column, upload
 from services.wire.columns import split_by_counts, unpack_int32
-from services.wire.messages import LogitRules
+from services.wire.request_params import LogitRules
 
 
 @dataclass(frozen=True, slots=True)

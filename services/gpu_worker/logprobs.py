@@ -17,7 +17,7 @@ from torch import Tensor
 from services.gpu_worker.row_lines import Picks
 from services.gpu_worker.sampler import CHUNK, chunk_maxima
 from services.gpu_worker.uploads import Int64s, to_host, upload_together
-from services.wire.messages import NO_LOGPROBS, SamplingParams
+from services.wire.request_params import NO_LOGPROBS, SamplingParams
 
 MAX_BLOCK = 2**22
 """Logits looked at at once: bounds the scratch memory to about 50 MB."""

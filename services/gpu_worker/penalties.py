@@ -23,7 +23,7 @@ from torch import Tensor
 
 from services.gpu_worker.row_lines import Picks, RowLines, TableLines, flat_index, with_room
 from services.gpu_worker.uploads import Int64s, upload, upload_together
-from services.wire.messages import LogitRules
+from services.wire.request_params import LogitRules
 
 _FIRST_CAPACITY = 256  # ids listed before the list grows
 

@@ -18,7 +18,8 @@ from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.prepared_step import Spans, StepRows
 from services.gpu_worker.row_lines import RowLines, with_room
 from services.gpu_worker.uploads import Int64s, to_host, upload_together
-from services.wire.messages import Embedding, Task
+from services.wire.request_params import Task
+from services.wire.steps import Embedding
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.prepared_step import Spans, StepRows
 from services.gpu_worker.uploads import Int64s, upload_together
 from services.wire.columns import pack_int32
-from services.wire.messages import NO_LOGPROBS, PromptLogprobs, PromptParams
+from services.wire.request_params import NO_LOGPROBS, PromptParams
+from services.wire.steps import PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)

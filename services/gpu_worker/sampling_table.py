@@ -17,7 +17,7 @@ from services.gpu_worker.nucleus import FilterLimits
 from services.gpu_worker.random_numbers import stream_key
 from services.gpu_worker.sampler import GREEDY_TEMPERATURE, DrawnRows
 from services.gpu_worker.uploads import upload
-from services.wire.messages import SamplingParams
+from services.wire.request_params import SamplingParams
 
 Int64s = npt.NDArray[np.int64]
 _NUM_WORDS = 5  # key, top_k, and the bits of the float64 temperature, top_p, min_p

@@ -14,7 +14,8 @@ import zmq
 
 from services.runtime.service import GroupLostError, Process
 from services.runtime.session import SILENCE_LIMIT_S
-from services.wire.messages import CompileGrammar, GrammarCompiled, State, StepPlan, StepResult, WorkerCard
+from services.wire.members import State, WorkerCard
+from services.wire.steps import CompileGrammar, GrammarCompiled, StepPlan, StepResult
 from services.wire.transport import BlockingReceiver, DealerPort
 
 _PUMP_INTERVAL_S = 0.05

@@ -22,7 +22,8 @@ from services.gpu_worker.scheduler_link import SchedulerLink, StopRequestedError
 from services.gpu_worker.start_up import ReadyWorker, start_up
 from services.gpu_worker.step_launcher import PendingStep
 from services.runtime.service import Process
-from services.wire.messages import State, StepPlan
+from services.wire.members import State
+from services.wire.steps import StepPlan
 
 _QUIET_S = 0.3  # told to stop: no plan for so long means that nothing runs any more
 

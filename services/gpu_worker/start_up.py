@@ -34,7 +34,7 @@ from services.model_files.errors import ModelFileError
 from services.model_files.source import open_model
 from services.runtime.config import Settings
 from services.runtime.service import StartError
-from services.wire.messages import WorkerCard
+from services.wire.members import WorkerCard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WHOLE_PROMPTS = -1

@@ -34,7 +34,8 @@ from services.gpu_worker.step_work import StepMasks, StepOutput
 from services.gpu_worker.uploads import Int64s, upload
 from services.gpu_worker.worker_state import WorkerState
 from services.runtime.logs import about
-from services.wire.messages import Finish, StepPlan, StepResult
+from services.wire.finish import Finish
+from services.wire.steps import StepPlan, StepResult
 
 _Result = TypeVar("_Result")
 

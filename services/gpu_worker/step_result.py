@@ -17,7 +17,8 @@ from services.gpu_worker.row_lines import Bools, Picks
 from services.gpu_worker.step_work import StepOutput
 from services.gpu_worker.uploads import Int64s
 from services.wire.columns import pack_int32
-from services.wire.messages import Finish, StepPlan, StepResult
+from services.wire.finish import Finish
+from services.wire.steps import StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from services.gpu_worker.row_lines import Picks
 from services.gpu_worker.sampler import DrawnRows, SampledTokens, sample
 from services.gpu_worker.sampling_table import SamplingTable
 from services.gpu_worker.uploads import Int64s, to_host, upload_together
-from services.wire.messages import NewRow
+from services.wire.steps import NewRow
 
 
 @dataclass(frozen=True, slots=True)

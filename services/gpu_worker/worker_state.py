@@ -27,7 +27,7 @@ from services.gpu_worker.row_lines import Bools, Picks
 from services.gpu_worker.step_inputs import StepInputs
 from services.gpu_worker.step_work import RowOptions, StepOutput, StepWork
 from services.gpu_worker.uploads import Int64s, int64_column, upload_together
-from services.wire.messages import NewRow, StepPlan
+from services.wire.steps import NewRow, StepPlan
 
 Int32s = npt.NDArray[np.int32]
 

@@ -25,7 +25,7 @@ from services.runtime.config import (
     load_settings,
 )
 from services.runtime.service import StartError
-from services.wire.messages import Role
+from services.wire.members import Role
 
 _START_ORDER = (Role.SCHEDULER, Role.GPU_WORKER, Role.TOKENIZER, Role.DETOKENIZER)
 _NEEDS_MODEL = frozenset(_START_ORDER[1:])

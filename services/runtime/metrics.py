@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from services.runtime.histogram import Histogram, labelled_family
 from services.runtime.metric_texts import TEXTS
-from services.wire.messages import MemberTelemetry
+from services.wire.members import MemberTelemetry
 
 PREFIX = "tokenway:"
 _SEPARATOR = "\x1f"  # between the parts of a key; no metric name holds it, and label values lose it

@@ -34,7 +34,7 @@ from services.wire.endpoints import (
     tcp_endpoint,
 )
 from services.wire.errors import EndpointInUseError
-from services.wire.messages import Role
+from services.wire.members import Role
 
 EXIT_FAILURE = 1
 EXIT_BAD_START = 2  # settings, model files, endpoints: starting again will not help

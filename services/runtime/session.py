@@ -14,8 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from services.wire.endpoints import Identity
-from services.wire.messages import (
-    PROTOCOL_VERSION,
+from services.wire.members import (
     Goodbye,
     HandshakeRefused,
     Heartbeat,
@@ -27,6 +26,7 @@ from services.wire.messages import (
     Welcome,
     WorkerCard,
 )
+from services.wire.messages import PROTOCOL_VERSION
 
 HEARTBEAT_INTERVAL_S = 0.5
 SILENCE_LIMIT_S = 3.0

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.scheduler.request import is_producing
-from services.wire.messages import Submit, Task
+from services.wire.request_params import Task
+from services.wire.requests import Submit
 
 WHOLE_PROMPTS = -1
 

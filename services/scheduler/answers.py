@@ -20,20 +20,11 @@ from services.scheduler.refusals import grammar_overdue, invalid_grammar, refusa
 from services.scheduler.request import Request, RequestState
 from services.scheduler.router import Record, Router
 from services.scheduler.token_batch import TokenBatch
+from services.wire.answers import DecodeFailed, DecodeOpen, StopFound, TextChunks
 from services.wire.columns import pack_int32, unpack_int32, unpack_request_ids
-from services.wire.messages import (
-    Abort,
-    Acknowledge,
-    Admitted,
-    DecodeFailed,
-    DecodeOpen,
-    Finish,
-    GrammarCompiled,
-    Resend,
-    StopFound,
-    Submit,
-    TextChunks,
-)
+from services.wire.finish import Finish
+from services.wire.requests import Abort, Acknowledge, Admitted, Resend, Submit
+from services.wire.steps import GrammarCompiled
 from services.wire.transport import RouterPort
 
 # For the worker's word about a grammar. It ends a compilation itself after a few seconds, but on a busy machine the

@@ -7,7 +7,8 @@ wait by then. Nothing is remembered afterwards: the worker knows what it has com
 from __future__ import annotations
 
 from services.scheduler.request import Request
-from services.wire.messages import CompileGrammar, Grammar, GrammarCompiled
+from services.wire.request_params import Grammar
+from services.wire.steps import CompileGrammar, GrammarCompiled
 
 
 class Compilations:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from services.scheduler.answers import Answers
 from services.scheduler.router import Router
 from services.scheduler.workers import Workers
-from services.wire.messages import Control, ControlAction, ControlDone, Finish
+from services.wire.controls import Control, ControlAction, ControlDone
+from services.wire.finish import Finish
 
 
 class Controls:

@@ -27,7 +27,9 @@ from services.scheduler.reservations import Reservations
 from services.scheduler.rows import Rows
 from services.scheduler.step_plan import StepDraft, StepInFlight, check_cursors
 from services.scheduler.step_result import ResultError, RowResult, problem_of, rows_of
-from services.wire.messages import CompileGrammar, Finish, GrammarCompiled, StepPlan, StepResult, Submit
+from services.wire.finish import Finish
+from services.wire.requests import Submit
+from services.wire.steps import CompileGrammar, GrammarCompiled, StepPlan, StepResult
 
 
 class Core:

@@ -12,17 +12,8 @@ from collections.abc import Callable, Mapping
 from services.runtime.session import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S
 from services.scheduler.membership import GreetingRefusedError, Membership, Peer
 from services.wire.endpoints import Identity
-from services.wire.messages import (
-    PROTOCOL_VERSION,
-    HandshakeRefused,
-    Heartbeat,
-    Hello,
-    MemberTelemetry,
-    Role,
-    State,
-    Telemetry,
-    Welcome,
-)
+from services.wire.members import HandshakeRefused, Heartbeat, Hello, MemberTelemetry, Role, State, Telemetry, Welcome
+from services.wire.messages import PROTOCOL_VERSION
 from services.wire.transport import RouterPort
 
 TELEMETRY_INTERVAL_S = 1.0

@@ -12,7 +12,7 @@ from services.scheduler.answers import Answers
 from services.scheduler.core_counters import CoreCounters
 from services.scheduler.membership import Membership
 from services.scheduler.workers import Workers
-from services.wire.messages import Role
+from services.wire.members import Role
 from services.wire.transport import Port
 
 

@@ -12,8 +12,10 @@ from collections.abc import Callable
 
 from services.runtime.histogram import HOP_BOUNDS_S, Histogram
 from services.scheduler.router import Record, Router
+from services.wire.answers import HopReport
 from services.wire.endpoints import Identity
-from services.wire.messages import Finish, HopReport, Role
+from services.wire.finish import Finish
+from services.wire.members import Role
 from services.wire.transport import RouterPort
 
 _REASONS = {

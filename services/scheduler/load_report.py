@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 
 from services.scheduler.core import Core
-from services.wire.messages import Load, State
+from services.wire.members import State
+from services.wire.requests import Load
 
 CHANGED_INTERVAL_S = 0.1
 IDLE_INTERVAL_S = 1.0

@@ -10,17 +10,8 @@ from dataclasses import dataclass, field
 
 from services.runtime.session import SILENCE_LIMIT_S, STARTING_SILENCE_LIMIT_S
 from services.wire.endpoints import parse_routing_id
-from services.wire.messages import (
-    PROTOCOL_VERSION,
-    Heartbeat,
-    Hello,
-    Member,
-    MemberTelemetry,
-    Role,
-    Roster,
-    State,
-    WorkerCard,
-)
+from services.wire.members import Heartbeat, Hello, Member, MemberTelemetry, Role, Roster, State, WorkerCard
+from services.wire.messages import PROTOCOL_VERSION
 
 
 @dataclass(slots=True)

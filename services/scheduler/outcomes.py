@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.scheduler.request import Request
-from services.wire.messages import Finish
+from services.wire.finish import Finish
 
 
 @dataclass(slots=True)  # not frozen: one is made for each token, and a frozen one costs three times as much

@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from services.wire.columns import unpack_int32
-from services.wire.messages import NO_LOGPROBS, PLAIN_PROMPT, Embedding, PromptLogprobs, PromptParams, Task
+from services.wire.request_params import NO_LOGPROBS, PLAIN_PROMPT, PromptParams, Task
+from services.wire.steps import Embedding, PromptLogprobs
 
 PromptPart: TypeAlias = PromptLogprobs | Embedding
 

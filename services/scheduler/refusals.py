@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from services.scheduler.admission import RequestRefusedError
-from services.wire.messages import Finish, Refused, Submit
+from services.wire.finish import Finish
+from services.wire.requests import Refused, Submit
 
 _ENDS = {
     Finish.ABORTED: (503, "aborted", "The request was ended by the operator."),

@@ -20,7 +20,9 @@ from services.scheduler.radix_cache import TOKEN_BYTES, Node
 from services.scheduler.tenants import TenantAccount
 from services.scheduler.usage import Usage
 from services.wire.columns import unpack_int32
-from services.wire.messages import NO_LOGPROBS, PLAIN_PROMPT, Finish, Submit, Task
+from services.wire.finish import Finish
+from services.wire.request_params import NO_LOGPROBS, PLAIN_PROMPT, Task
+from services.wire.requests import Submit
 
 
 class RequestState(Enum):

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from services.scheduler.core import Core
 from services.scheduler.outcomes import Produced
 from services.scheduler.request import Request
-from services.wire.messages import Finish, Submit
+from services.wire.finish import Finish
+from services.wire.requests import Submit
 
 RECORD_KEPT_S = 60.0
 MAX_ENDED_RECORDS = 4096  # beyond it the oldest go first: their tokenizer has long stopped acknowledging

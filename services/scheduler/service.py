@@ -28,25 +28,13 @@ from services.scheduler.membership import GreetingRefusedError, Peer
 from services.scheduler.router import Router
 from services.scheduler.step_result import ResultError
 from services.scheduler.workers import Workers
+from services.wire.answers import DecodeFailed, StopFound
+from services.wire.controls import Control
 from services.wire.errors import EndpointInUseError
-from services.wire.messages import (
-    Abort,
-    Acknowledge,
-    Control,
-    DecodeFailed,
-    Finish,
-    ForeignHello,
-    Goodbye,
-    GrammarCompiled,
-    Heartbeat,
-    Hello,
-    Resend,
-    Role,
-    State,
-    StepResult,
-    StopFound,
-    Submit,
-)
+from services.wire.finish import Finish
+from services.wire.members import ForeignHello, Goodbye, Heartbeat, Hello, Role, State
+from services.wire.requests import Abort, Acknowledge, Resend, Submit
+from services.wire.steps import GrammarCompiled, StepResult
 from services.wire.transport import BlockingReceiver, Envelope, RouterPort
 
 FAREWELL_S = 2.0  # the longest wait for acknowledgements before leaving: a socket that closes takes unread frames along

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from services.scheduler.request import Request
 from services.wire.columns import pack_int32
-from services.wire.messages import PLAIN_PROMPT, NewRow, StepPlan
+from services.wire.request_params import PLAIN_PROMPT
+from services.wire.steps import NewRow, StepPlan
 
 MAX_NEW_ROW_IDS = 2**20  # token and page ids of new rows in a plan (4 MiB); the row that passes it is the last
 MAX_LOGPROB_TOKENS = 2**16  # of prompts whose log-probabilities are wanted, in a step: a result must fit a frame

@@ -8,8 +8,9 @@ from typing import TypeAlias
 from services.scheduler.request import Request
 from services.wire.columns import split_by_counts, unpack_int32, unpack_request_ids
 from services.wire.errors import ProtocolError
+from services.wire.finish import Finish
 from services.wire.logprob_columns import LogprobRun, split_logprobs
-from services.wire.messages import Finish, StepResult
+from services.wire.steps import StepResult
 
 
 class ResultError(Exception):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from services.scheduler.request import Request
+from services.wire.answers import TokensProduced
 from services.wire.columns import pack_int32
+from services.wire.finish import Finish
 from services.wire.logprob_columns import LogprobRun, join_logprobs
-from services.wire.messages import Finish, TokensProduced
 
 MAX_IDS = (
     2**20

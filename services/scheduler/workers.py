@@ -19,7 +19,8 @@ from services.scheduler.membership import GreetingRefusedError, Peer
 from services.scheduler.outcomes import Produced
 from services.scheduler.router import Router
 from services.scheduler.step_result import ResultError
-from services.wire.messages import StepResult, WorkerCard
+from services.wire.members import WorkerCard
+from services.wire.steps import StepResult
 from services.wire.transport import RouterPort
 
 LEAST_STALL_S = 10.0

@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import msgspec
 
 from services.tokenizer.api_error import ApiError
-from services.wire.messages import Finish
+from services.wire.finish import Finish
 
 
 class Text(msgspec.Struct, frozen=True, gc=False):

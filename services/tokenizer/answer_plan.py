@@ -23,7 +23,7 @@ from services.tokenizer.tool_grammar import GrammarFrame, GrammarSetting, Thinki
 from services.tokenizer.tool_parts import AnswerParts, CallRules
 from services.tokenizer.tool_requests import ToolUse
 from services.tokenizer.tool_source import GeneratorParser
-from services.wire.messages import Grammar
+from services.wire.request_params import Grammar
 
 _PROMPT_END_TOKENS = 24  # a mark of thoughts and the blanks behind it
 _MAX_GRAMMAR_BYTES = 1024 * 1024  # of a message to the scheduler

@@ -12,7 +12,8 @@ from enum import StrEnum
 
 import msgspec
 
-from services.wire.messages import Finish, Refused
+from services.wire.finish import Finish
+from services.wire.requests import Refused
 
 
 class Code(StrEnum):

@@ -8,7 +8,8 @@ from __future__ import annotations
 from services.runtime import metrics
 from services.runtime.session import SILENCE_LIMIT_S, SchedulerSession
 from services.tokenizer.api_error import ApiError, Code, unavailable
-from services.wire.messages import Load, MemberTelemetry, Role, State, Telemetry
+from services.wire.members import MemberTelemetry, Role, State, Telemetry
+from services.wire.requests import Load
 
 NEEDED_ROLES = (Role.GPU_WORKER, Role.DETOKENIZER)
 OK = "ok"

@@ -17,7 +17,7 @@ from services.tokenizer.openai_chunks import (
     timings_beside,
 )
 from services.tokenizer.sse import DONE, KEEP_ALIVE, error_event, json_string
-from services.wire.messages import NO_LOGPROBS
+from services.wire.request_params import NO_LOGPROBS
 
 _KIND = "text_completion"
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from services.tokenizer.api_error import ApiError, Code, unavailable
-from services.wire.messages import Control, ControlAction, ControlDone
+from services.wire.controls import Control, ControlAction, ControlDone
 
 CONTROL_LIMIT_S = 10.0
 _MAX_SERIAL = 2**31 - 1

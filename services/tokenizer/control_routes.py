@@ -19,7 +19,7 @@ from services.tokenizer.control_calls import ControlCalls
 from services.tokenizer.http_body import read_json_body
 from services.tokenizer.request_body import BodyForm
 from services.tokenizer.request_names import RequestNames
-from services.wire.messages import ControlAction
+from services.wire.controls import ControlAction
 
 _OWN_ID = re.compile(r"[a-z]+[-_]([0-9a-f]{32})")
 

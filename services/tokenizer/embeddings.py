@@ -27,7 +27,7 @@ from services.tokenizer.request_body import BodyForm
 from services.tokenizer.request_limits import ServedModel, check_token_ids
 from services.tokenizer.sampling_body import SamplingBody
 from services.tokenizer.submission import AnswersWanted, Prompt
-from services.wire.messages import PromptParams, Task
+from services.wire.request_params import PromptParams, Task
 
 PROMPT_ALONE = SamplingBody(temperature=0.0, seed=0)
 """How nothing is drawn: the prompt is computed and that is all."""

@@ -34,7 +34,7 @@ from services.tokenizer.sse import EVENT_STREAM_HEADERS
 from services.tokenizer.submission import AnswersWanted, Asker, build_submits
 from services.tokenizer.timings import timings_of
 from services.tokenizer.usage import usage_of
-from services.wire.messages import NO_LOGPROBS
+from services.wire.request_params import NO_LOGPROBS
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from services.tokenizer.pending_answer import PendingAnswer
 from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.submission import new_request_id
 from services.wire.columns import pack_int32
-from services.wire.messages import SamplingParams, Submit, TextParams
+from services.wire.request_params import SamplingParams, TextParams
+from services.wire.requests import Submit
 
 RECENT_S = 3.0
 PROBE_LIMIT_S = 5.0

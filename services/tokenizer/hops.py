@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from services.tokenizer.request_record import RequestRecord
+from services.wire.answers import HopReport
 from services.wire.endpoints import Identity
-from services.wire.messages import HopReport, Role
+from services.wire.members import Role
 
 FIRST_TOKEN_US = "first_token_us"
 """Counter of a scheduler's report: from the request's coming to its first token; not there before that."""

@@ -20,9 +20,12 @@ from typing import NamedTuple, TypeAlias
 from services.tokenizer.answer_parts import TokenLogprobs
 from services.tokenizer.prompt_pieces import PromptPieces
 from services.tokenizer.token_logprobs import token_logprobs
+from services.wire.answers import TextChunks
 from services.wire.columns import split_by_counts, unpack_int32, unpack_request_ids
 from services.wire.errors import ProtocolError
-from services.wire.messages import PLAIN_PROMPT, Finish, Submit, TextChunks
+from services.wire.finish import Finish
+from services.wire.request_params import PLAIN_PROMPT
+from services.wire.requests import Submit
 
 _FINISHES = tuple(Finish)
 _BAD_ENDS = frozenset(Finish) - {Finish.NONE, Finish.STOP_TOKEN, Finish.LENGTH, Finish.STOP_STRING}

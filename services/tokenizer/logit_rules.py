@@ -14,7 +14,7 @@ from services.tokenizer.prompts import PromptMaker
 from services.tokenizer.request_limits import ServedModel, check_token_ids, stop_token_ids
 from services.tokenizer.sampling_body import SamplingBody
 from services.wire.columns import pack_float32, pack_int32
-from services.wire.messages import LogitRules
+from services.wire.request_params import LogitRules
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from services.tokenizer.answer_parts import TokenLogprobs
 from services.tokenizer.submission import AnswersWanted
 from services.tokenizer.token_texts import TokenTexts, id_name
-from services.wire.messages import NO_LOGPROBS
+from services.wire.request_params import NO_LOGPROBS
 
 FLOOR = -9999.0
 

@@ -8,7 +8,7 @@ from services.runtime import metrics
 from services.runtime.service import Process
 from services.tokenizer.backend_view import BackendView
 from services.tokenizer.vllm_metrics import VllmCollector
-from services.wire.messages import MemberTelemetry
+from services.wire.members import MemberTelemetry
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -16,7 +16,7 @@ from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, Text, TokenL
 from services.tokenizer.api_error import ApiError
 from services.tokenizer.named_events import one_line_json
 from services.tokenizer.sse import DONE, KEEP_ALIVE, error_event
-from services.wire.messages import Finish
+from services.wire.finish import Finish
 
 LOWEST_LOGPROB = -9999.0  # what JSON can say of minus infinity, as in the reference
 

@@ -35,7 +35,7 @@ from services.tokenizer.sampling_body import SamplingBody, check_num_logprobs, c
 from services.tokenizer.structured_body import check_end
 from services.tokenizer.structured_output import FIELDS, StructureLimits, structure_of
 from services.tokenizer.submission import AnswersWanted, Prompt
-from services.wire.messages import NO_LOGPROBS, Grammar, PromptParams
+from services.wire.request_params import NO_LOGPROBS, Grammar, PromptParams
 
 
 class NativeSamplingBody(SamplingBody, frozen=True, kw_only=True):

@@ -11,7 +11,8 @@ from typing import Protocol
 from services.tokenizer.answer_parts import TokenLogprobs
 from services.tokenizer.api_error import ApiError
 from services.tokenizer.journal import AnswerNews, Ending, JournalEntry
-from services.wire.messages import HopReport, Role
+from services.wire.answers import HopReport
+from services.wire.members import Role
 
 
 class AnswerSink(Protocol):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, TokenLogprobs
 from services.tokenizer.sse import DONE, json_line
-from services.wire.messages import Finish
+from services.wire.finish import Finish
 
 _END = b"}\n\n"
 

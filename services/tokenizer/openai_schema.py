@@ -23,7 +23,7 @@ from services.tokenizer.message_fields import unknown_message_keys
 from services.tokenizer.request_body import BodyForm, Ignored, ignore
 from services.tokenizer.sampling_body import Count, check_num_logprobs, check_sampling
 from services.tokenizer.structured_body import StructuredBody
-from services.wire.messages import NO_LOGPROBS
+from services.wire.request_params import NO_LOGPROBS
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

@@ -13,7 +13,9 @@ from services.tokenizer.answer_parts import TokenLogprobs
 from services.tokenizer.token_logprobs import token_logprobs
 from services.wire.columns import unpack_int32
 from services.wire.errors import ProtocolError
-from services.wire.messages import NO_LOGPROBS, Embedding, PromptLogprobs, Submit, Task
+from services.wire.request_params import NO_LOGPROBS, Task
+from services.wire.requests import Submit
+from services.wire.steps import Embedding, PromptLogprobs
 
 
 class PieceGapError(Exception):

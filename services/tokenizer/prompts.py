@@ -27,7 +27,7 @@ from services.tokenizer.request_limits import (
 from services.tokenizer.sampling_body import SamplingBody
 from services.tokenizer.submission import Prompt
 from services.tokenizer.text_encoder import TextEncoder
-from services.wire.messages import PromptParams
+from services.wire.request_params import PromptParams
 
 _Result = TypeVar("_Result")
 

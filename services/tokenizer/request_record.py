@@ -17,7 +17,9 @@ from aiohttp import web
 from services.runtime.logs import request_of_task
 from services.tokenizer.journal import JournalEntry
 from services.tokenizer.open_request import OpenRequest
-from services.wire.messages import Finish, HopReport, Role
+from services.wire.answers import HopReport
+from services.wire.finish import Finish
+from services.wire.members import Role
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 ReportKey = tuple[bytes, Role, str]

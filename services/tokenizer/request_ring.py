@@ -9,7 +9,7 @@ import re
 from collections import OrderedDict
 
 from services.tokenizer.request_record import RequestRecord
-from services.wire.messages import HopReport
+from services.wire.answers import HopReport
 
 _ID = re.compile(r"(?:[A-Za-z0-9_.-]*[-_])?([0-9a-f]{32})")
 

@@ -20,7 +20,9 @@ from services.tokenizer.hops import ENDED, HopName, hops_of_report
 from services.tokenizer.key_budgets import KeyBudgets
 from services.tokenizer.request_record import AnswerSummary, RequestRecord, begin_record
 from services.tokenizer.request_ring import RequestRing
-from services.wire.messages import Finish, HopReport, Role
+from services.wire.answers import HopReport
+from services.wire.finish import Finish
+from services.wire.members import Role
 
 _REASONS = {
     Finish.STOP_TOKEN: "stop",

@@ -21,7 +21,7 @@ from services.tokenizer.api_error import ApiError
 from services.tokenizer.named_events import named_event
 from services.tokenizer.responses_schema import ResponsesBody
 from services.tokenizer.sse import KEEP_ALIVE
-from services.wire.messages import Finish
+from services.wire.finish import Finish
 
 _PART_TYPES = {BlockKind.TEXT: "output_text", BlockKind.REASONING: "reasoning_text"}
 _ITEM_PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from services.runtime.config import Settings
 from services.tokenizer.api_error import bad_field
-from services.wire.messages import NO_LOGPROBS
+from services.wire.request_params import NO_LOGPROBS
 
 MAX_STOP_TOKEN_IDS = 256
 MAX_BAD_WORDS = 256

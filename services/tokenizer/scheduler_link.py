@@ -20,22 +20,13 @@ from services.tokenizer.backend_view import BackendView
 from services.tokenizer.control_calls import ControlCalls
 from services.tokenizer.open_request import AnswerSink, OpenRequest
 from services.tokenizer.stream_table import StreamTable
+from services.wire.answers import HopReport, TextChunks
+from services.wire.controls import ControlDone
 from services.wire.endpoints import parse_routing_id
 from services.wire.errors import ProtocolError
-from services.wire.messages import (
-    Admitted,
-    ControlDone,
-    Embedding,
-    HopReport,
-    Load,
-    PromptLogprobs,
-    Refused,
-    Role,
-    State,
-    Submit,
-    Telemetry,
-    TextChunks,
-)
+from services.wire.members import Role, State, Telemetry
+from services.wire.requests import Admitted, Load, Refused, Submit
+from services.wire.steps import Embedding, PromptLogprobs
 from services.wire.transport import AsyncReceiver, DealerPort, Envelope, Port, RouterPort
 
 ACKNOWLEDGE_AFTER_S = 0.05

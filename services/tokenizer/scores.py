@@ -30,7 +30,7 @@ from services.tokenizer.raw_inputs import TokenIds
 from services.tokenizer.request_body import BodyForm
 from services.tokenizer.request_limits import ServedModel, check_token_ids
 from services.tokenizer.submission import AnswersWanted, Prompt
-from services.wire.messages import PromptParams
+from services.wire.request_params import PromptParams
 
 Text = Annotated[str, Meta(min_length=1)]
 

@@ -51,7 +51,7 @@ from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.text_encoder import EncoderSettings, TextEncoder
 from services.tokenizer.trace_route import TraceRoute
 from services.wire.endpoints import is_ipc
-from services.wire.messages import State
+from services.wire.members import State
 
 BALANCER_NOTICE_S = 2.0
 _LAST_WORDS_S = 1.0  # with the next, less than the launcher waits for a tokenizer that is in haste

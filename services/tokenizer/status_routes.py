@@ -16,7 +16,8 @@ from services.tokenizer.health import Health
 from services.tokenizer.request_limits import ServedModel
 from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.submission import sampling_defaults
-from services.wire.messages import PROTOCOL_VERSION, Role
+from services.wire.members import Role
+from services.wire.messages import PROTOCOL_VERSION
 
 MODEL_ROUTE = "/v1/models/"
 

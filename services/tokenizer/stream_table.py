@@ -18,19 +18,11 @@ from services.tokenizer.api_error import ApiError, finish_error, internal_error,
 from services.tokenizer.journal import ChunkRow, GapError, JournalEntry, chunk_rows
 from services.tokenizer.open_request import AnswerSink, OpenRequest
 from services.tokenizer.prompt_pieces import PieceGapError, PromptPieces
+from services.wire.answers import TextChunks
 from services.wire.columns import pack_int32, pack_request_ids
-from services.wire.messages import (
-    Abort,
-    Acknowledge,
-    Admitted,
-    Embedding,
-    Finish,
-    PromptLogprobs,
-    Refused,
-    Resend,
-    Submit,
-    TextChunks,
-)
+from services.wire.finish import Finish
+from services.wire.requests import Abort, Acknowledge, Admitted, Refused, Resend, Submit
+from services.wire.steps import Embedding, PromptLogprobs
 
 RESEND_AGAIN_S = 1.0
 MAX_RESENDS = 10

@@ -11,7 +11,7 @@ from services.runtime.config import Settings
 from services.tokenizer.api_error import bad_field
 from services.tokenizer.sampling_body import SamplingBody
 from services.tokenizer.structured_output import FIELDS, StructureLimits, structure_of
-from services.wire.messages import Grammar
+from services.wire.request_params import Grammar
 
 
 class StructuredBody(SamplingBody, frozen=True, kw_only=True):

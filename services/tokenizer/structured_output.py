@@ -19,7 +19,7 @@ from services.tokenizer.api_error import ApiError, Code, bad_field
 from services.tokenizer.json_schema_check import SchemaLimits, checked_schema
 from services.tokenizer.json_schema_keywords import MAX_LITERAL_BYTES
 from services.tokenizer.strict_json import decode_object
-from services.wire.messages import Grammar, GrammarKind
+from services.wire.request_params import Grammar, GrammarKind
 
 MAX_CHOICES = 1024
 _FORMAT_KEYS = frozenset(("type", "json_schema"))

@@ -17,16 +17,16 @@ from typing import TypeVar
 from services.tokenizer.request_limits import ServedModel, stop_token_ids
 from services.tokenizer.sampling_body import SamplingBody
 from services.wire.columns import REQUEST_ID_BYTES, pack_int32
-from services.wire.messages import (
+from services.wire.request_params import (
     NO_LOGPROBS,
     PLAIN_PROMPT,
     Grammar,
     LogitRules,
     PromptParams,
     SamplingParams,
-    Submit,
     TextParams,
 )
+from services.wire.requests import Submit
 
 _ROOT_BYTES = 16
 Number = TypeVar("Number", int, float)

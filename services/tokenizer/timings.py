@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from services.tokenizer.open_request import OpenRequest
-from services.wire.messages import Role
+from services.wire.members import Role
 
 
 def timings_of(opened: OpenRequest, num_choices: int) -> dict[str, object]:

@@ -21,7 +21,7 @@ from services.tokenizer.tool_families import CallForm
 from services.tokenizer.tool_llama3 import TAG
 from services.tokenizer.tool_pythonic_grammar import pythonic_calls
 from services.tokenizer.tool_requests import ToolUse
-from services.wire.messages import Grammar, GrammarKind
+from services.wire.request_params import Grammar, GrammarKind
 
 _LAZY_FORMS = ("hermes", "mistral", "mistral_list")
 _ANY_TEXT = r"/(?s:.*)/"

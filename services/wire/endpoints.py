@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.wire.errors import EndpointInUseError
-from services.wire.messages import Role
+from services.wire.members import Role
 
 _BACKLOG = 256  # connections that may wait to be accepted
 _MAX_IPC_PATH_BYTES = 100  # sun_path holds 104 bytes on macOS, 108 on Linux, the terminating zero included

@@ -9,7 +9,9 @@ from services.scheduler.core import Core
 from services.scheduler.radix_cache import Node
 from services.scheduler.request import Request
 from services.wire.columns import pack_int32, unpack_int32
-from services.wire.messages import SamplingParams, StepPlan, StepResult, Submit, TextParams
+from services.wire.request_params import SamplingParams, TextParams
+from services.wire.requests import Submit
+from services.wire.steps import StepPlan, StepResult
 from tests.architecture.markdown_tables import table_after
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -4,54 +4,37 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from services.wire.answers import DecodeFailed, DecodeOpen, HopReport, StopFound, TextChunks, TokensProduced
 from services.wire.codec import encode
 from services.wire.columns import pack_float32, pack_int32, pack_request_ids
-from services.wire.messages import (
-    PROTOCOL_VERSION,
-    Abort,
-    Acknowledge,
-    Admitted,
-    CompileGrammar,
-    Control,
-    ControlAction,
-    ControlDone,
-    DecodeFailed,
-    DecodeOpen,
-    Embedding,
-    Finish,
+from services.wire.controls import Control, ControlAction, ControlDone
+from services.wire.finish import Finish
+from services.wire.members import (
     Goodbye,
-    Grammar,
-    GrammarCompiled,
-    GrammarKind,
     HandshakeRefused,
     Heartbeat,
     Hello,
-    HopReport,
-    Load,
-    LogitRules,
     Member,
     MemberTelemetry,
-    NewRow,
-    PromptLogprobs,
-    PromptParams,
-    Refused,
-    Resend,
     Role,
     Roster,
-    SamplingParams,
     State,
-    StepPlan,
-    StepResult,
-    StopFound,
-    Submit,
-    Task,
     Telemetry,
-    TextChunks,
-    TextParams,
-    TokensProduced,
     Welcome,
     WorkerCard,
 )
+from services.wire.messages import PROTOCOL_VERSION
+from services.wire.request_params import (
+    Grammar,
+    GrammarKind,
+    LogitRules,
+    PromptParams,
+    SamplingParams,
+    Task,
+    TextParams,
+)
+from services.wire.requests import Abort, Acknowledge, Admitted, Load, Refused, Resend, Submit
+from services.wire.steps import CompileGrammar, Embedding, GrammarCompiled, NewRow, PromptLogprobs, StepPlan, StepResult
 
 GOLDEN_FILE = Path(__file__).parent / "golden.txt"
 

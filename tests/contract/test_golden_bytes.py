@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.wire.codec import decode, encode, registered_messages
-from services.wire.messages import PROTOCOL_VERSION
+from services.wire.codec import decode, encode
+from services.wire.messages import MESSAGE_TYPES, PROTOCOL_VERSION
 from tests.contract.message_examples import EXAMPLES, GOLDEN_FILE
 
 
@@ -16,7 +16,7 @@ def golden_frames() -> dict[str, bytes]:
 
 def test_every_message_has_one_example_and_golden_bytes() -> None:
     names = [type(item).__name__ for item in EXAMPLES]
-    assert names == [cls.__name__ for cls in registered_messages().values()]
+    assert names == [cls.__name__ for cls in MESSAGE_TYPES.values()]
     assert list(golden_frames()) == names
 
 

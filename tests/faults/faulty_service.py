@@ -16,8 +16,12 @@ from collections.abc import Sequence
 from unittest import mock
 
 from services.runtime.service import run_service
+from services.wire.answers import DecodeOpen
 from services.wire.columns import unpack_int32
-from services.wire.messages import DecodeOpen, Finish, NewRow, Role, Submit
+from services.wire.finish import Finish
+from services.wire.members import Role
+from services.wire.requests import Submit
+from services.wire.steps import NewRow
 
 TEXT_MARK = "the tokenizer raises here"
 SUBMIT_MARK = 40001

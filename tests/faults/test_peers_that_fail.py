@@ -17,17 +17,8 @@ from services.runtime.session import HEARTBEAT_INTERVAL_S, HandshakeError, Sched
 from services.wire import transport
 from services.wire.codec import encode
 from services.wire.endpoints import Identity
-from services.wire.messages import (
-    PROTOCOL_VERSION,
-    ForeignHello,
-    Goodbye,
-    HandshakeRefused,
-    Heartbeat,
-    Hello,
-    Role,
-    State,
-    Welcome,
-)
+from services.wire.members import ForeignHello, Goodbye, HandshakeRefused, Heartbeat, Hello, Role, State, Welcome
+from services.wire.messages import PROTOCOL_VERSION
 from services.wire.transport import DealerPort, RouterPort
 from tests.sockets import Sockets, messages, receive, sockets, wait_until
 

@@ -11,7 +11,7 @@ import threading
 
 import zmq
 
-from services.wire.messages import Goodbye
+from services.wire.members import Goodbye
 from services.wire.transport import BlockingReceiver, DealerPort, RouterPort
 
 

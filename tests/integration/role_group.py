@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.wire.messages import Role
+from services.wire.members import Role
 from tests.integration.server import START_TIMEOUT_S, STOP_TIMEOUT_S, environment
 from tests.unit.tokenizer.http_client import request
 

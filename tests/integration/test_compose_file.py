@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from services.runtime.config import Settings, load_settings
-from services.wire.messages import Role
+from services.wire.members import Role
 
 _ROOT = Path(__file__).parents[2]
 _ROLES = [str(role) for role in Role]

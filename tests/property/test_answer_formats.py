@@ -22,7 +22,7 @@ from services.tokenizer.answer_parts import (
 from services.tokenizer.messages_format import MessagesFormat
 from services.tokenizer.responses_format import ResponsesFormat
 from services.tokenizer.responses_schema import parse_responses
-from services.wire.messages import Finish
+from services.wire.finish import Finish
 
 Json = dict[str, Any]
 USAGE = {

@@ -16,15 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.wire.codec import decode, encode, registered_messages
+from services.wire.codec import decode, encode
 from services.wire.errors import ProtocolError
 from services.wire.forms import MAX_FRAME_BYTES, MAX_KEY_BYTES, Column, Exactly, Limit, Range
-from services.wire.messages import PROTOCOL_VERSION, ForeignHello, Hello
+from services.wire.members import ForeignHello, Hello
+from services.wire.messages import MESSAGE_TYPES, PROTOCOL_VERSION
 from tests.contract.message_examples import EXAMPLES
 from tests.message_strategies import messages
 
-MESSAGE_TYPES = list(registered_messages().values())
-every_type = pytest.mark.parametrize("cls", MESSAGE_TYPES, ids=lambda cls: cls.__name__)
+every_type = pytest.mark.parametrize("cls", MESSAGE_TYPES.values(), ids=lambda cls: cls.__name__)
 
 
 def outcome(decoder: Callable[[bytes], object], frame: bytes) -> object:
@@ -44,7 +44,7 @@ def naive_decode(frame: bytes) -> object:
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(str(error)) from error
     require(type(items) is list and len(items) >= 1 and type(items[0]) is int)
-    cls = registered_messages().get(items[0])
+    cls = MESSAGE_TYPES.get(items[0])
     require(cls is not None)
     assert cls is not None
     if cls is Hello and len(items) > 1 and type(items[1]) is int and items[1] != PROTOCOL_VERSION:
@@ -211,4 +211,4 @@ def mutated(generator: random.Random, frames: list[bytes]) -> bytes:
 
 
 def assert_a_message_or_an_error(found: object) -> None:
-    assert found is ProtocolError or type(found) in MESSAGE_TYPES or type(found) is ForeignHello
+    assert found is ProtocolError or type(found) in MESSAGE_TYPES.values() or type(found) is ForeignHello

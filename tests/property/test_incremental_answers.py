@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from services.detokenizer.answer import AnswerChunk, AnswerDecoder
 from services.detokenizer.incremental import TokenPieces
 from services.wire.errors import ProtocolError
-from services.wire.messages import Finish, TextParams
+from services.wire.finish import Finish
+from services.wire.request_params import TextParams
 
 PIECES = [
     b"a",

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from services.scheduler.admission import RequestRefusedError
 from services.scheduler.request import is_producing
-from services.wire.messages import PLAIN_PROMPT, Finish, PromptParams, Task
+from services.wire.finish import Finish
+from services.wire.request_params import PLAIN_PROMPT, PromptParams, Task
 from tests.unit.scheduler.core_driver import Answer, Driver, new_limits
 from tests.unit.scheduler.fake_worker import new_submit
 

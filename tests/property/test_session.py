@@ -8,18 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.runtime.session import HEARTBEAT_INTERVAL_S, SchedulerSession
 from services.wire.endpoints import Identity
-from services.wire.messages import (
-    PROTOCOL_VERSION,
-    Admitted,
-    Heartbeat,
-    Hello,
-    Member,
-    Role,
-    Roster,
-    State,
-    Welcome,
-    WorkerCard,
-)
+from services.wire.members import Heartbeat, Hello, Member, Role, Roster, State, Welcome, WorkerCard
+from services.wire.messages import PROTOCOL_VERSION
+from services.wire.requests import Admitted
 
 EPOCHS = st.integers(1, 3)
 

@@ -14,7 +14,7 @@ from services.tokenizer.openai_schema import parse_chat
 from services.tokenizer.tool_families import CallForm
 from services.tokenizer.tool_grammar import GrammarFrame, GrammarSetting, Thinking, answer_grammar
 from services.tokenizer.tool_requests import ToolUse, tool_use_of
-from services.wire.messages import Grammar
+from services.wire.request_params import Grammar
 
 SETTINGS = Settings()
 LIMITS = SchemaLimits.of(SETTINGS)

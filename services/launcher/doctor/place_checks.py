@@ -24,7 +24,8 @@ from services.runtime.service import StartError
 from services.wire.codec import decode, encode
 from services.wire.endpoints import Identity, ipc_endpoint, is_ipc, new_instance_name
 from services.wire.errors import EndpointInUseError, ProtocolError
-from services.wire.messages import PROTOCOL_VERSION, HandshakeRefused, Hello, Role, State
+from services.wire.members import HandshakeRefused, Hello, Role, State
+from services.wire.messages import PROTOCOL_VERSION
 
 _LONGEST_SOCKET = "detokenizer-00"
 _NAME_LENGTH = len("tokenway-00000000")

@@ -15,7 +15,8 @@ from services.launcher.bench.answers import Answer
 from services.launcher.bench.report import Report
 from services.launcher.bench.summary import Summary, markdown_table, summarize
 from services.wire.columns import pack_int32, unpack_int32
-from services.wire.messages import NewRow, SamplingParams, StepPlan, StepResult
+from services.wire.request_params import SamplingParams
+from services.wire.steps import NewRow, StepPlan, StepResult
 
 PLAIN_IDS = list(range(100, 164))
 SAMPLING = SamplingParams(0.0, 1.0, 0, 0.0, 1, 0)

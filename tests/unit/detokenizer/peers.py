@@ -16,7 +16,8 @@ import zmq
 
 from services.runtime.session import HEARTBEAT_INTERVAL_S
 from services.wire.endpoints import Identity, ipc_endpoint
-from services.wire.messages import PROTOCOL_VERSION, Heartbeat, Hello, Member, Role, Roster, State, Welcome
+from services.wire.members import Heartbeat, Hello, Member, Role, Roster, State, Welcome
+from services.wire.messages import PROTOCOL_VERSION
 from services.wire.transport import RouterPort
 
 T = TypeVar("T")

@@ -12,7 +12,8 @@ import tiktoken
 from services.detokenizer.answer import AnswerChunk, AnswerDecoder
 from services.detokenizer.incremental import MAX_HELD_BYTES, IncrementalDecoder, TokenPieces
 from services.wire.errors import ProtocolError
-from services.wire.messages import Finish, TextParams
+from services.wire.finish import Finish
+from services.wire.request_params import TextParams
 
 # Greedy continuations of fixed prompts by the demo model.
 F_NUM = [216, 37, 28, 216, 38, 28, 216, 39, 28, 216, 40, 28, 216, 41, 28, 216, 33, 32, 28, 216]

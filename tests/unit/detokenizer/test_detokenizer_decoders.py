@@ -13,20 +13,14 @@ from services.detokenizer.answer import AnswerChunk, AnswerDecoder
 from services.detokenizer.decoders import IDS_UNDER_WAY, MAX_IDS_OF_A_CHUNK, ROWS_BETWEEN_ASKS, Decoders
 from services.detokenizer.incremental import TokenPieces
 from services.detokenizer.outgoing import MAX_CHUNK_BYTES
+from services.wire.answers import DecodeFailed, DecodeOpen, StopFound, TextChunks, TokensProduced
 from services.wire.codec import encode
 from services.wire.columns import pack_int32, split_by_counts, unpack_int32, unpack_request_ids
 from services.wire.errors import ProtocolError
+from services.wire.finish import Finish
 from services.wire.forms import MAX_FRAME_BYTES
-from services.wire.messages import (
-    DecodeFailed,
-    DecodeOpen,
-    Finish,
-    Resend,
-    StopFound,
-    TextChunks,
-    TextParams,
-    TokensProduced,
-)
+from services.wire.request_params import TextParams
+from services.wire.requests import Resend
 
 A, B, C = (bytes([letter]) * 16 for letter in b"abc")
 LEFT, RIGHT = b"tokenizer/left/1", b"tokenizer/right/2"

@@ -8,9 +8,10 @@ import pytest
 
 from services.detokenizer.decoders import MAX_IDS_OF_A_CHUNK, Decoders
 from services.detokenizer.incremental import TokenPieces
+from services.wire.answers import StopFound, TextChunks, TokensProduced
 from services.wire.codec import encode
 from services.wire.columns import pack_float32, pack_int32, split_by_counts, unpack_float32, unpack_int32
-from services.wire.messages import Finish, StopFound, TextChunks, TokensProduced
+from services.wire.finish import Finish
 from tests.unit.detokenizer.test_detokenizer_decoders import LEFT, RIGHT, A, B, Table, opening, produced, rows_of
 
 NUM_ENTRIES = 2  # of each id in these tests: the id itself and one more

@@ -12,8 +12,11 @@ import pytest
 from services.detokenizer.decoders import Decoders
 from services.detokenizer.incremental import TokenPieces
 from services.detokenizer.turn_times import EndedAnswer, TurnTimes
+from services.wire.answers import DecodeOpen, HopReport, TokensProduced
 from services.wire.columns import pack_int32
-from services.wire.messages import DecodeOpen, Finish, Heartbeat, HopReport, Role, TextParams, TokensProduced
+from services.wire.finish import Finish
+from services.wire.members import Heartbeat, Role
+from services.wire.request_params import TextParams
 from tests.unit.detokenizer.peers import Group
 from tests.unit.detokenizer.test_detokenizer_decoders import LEFT, A, B, Table, opening, produced
 

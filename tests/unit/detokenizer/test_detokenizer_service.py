@@ -13,25 +13,14 @@ from typing import TypeVar
 import pytest
 
 from services.runtime.service import HURRY_SIGNAL
+from services.wire.answers import DecodeFailed, DecodeOpen, StopFound, TextChunks, TokensProduced
 from services.wire.codec import encode
 from services.wire.columns import pack_int32, split_by_counts, unpack_int32, unpack_request_ids
-from services.wire.messages import (
-    PROTOCOL_VERSION,
-    DecodeFailed,
-    DecodeOpen,
-    Finish,
-    Goodbye,
-    HandshakeRefused,
-    Heartbeat,
-    Hello,
-    Resend,
-    Role,
-    State,
-    StopFound,
-    TextChunks,
-    TextParams,
-    TokensProduced,
-)
+from services.wire.finish import Finish
+from services.wire.members import Goodbye, HandshakeRefused, Heartbeat, Hello, Role, State
+from services.wire.messages import PROTOCOL_VERSION
+from services.wire.request_params import TextParams
+from services.wire.requests import Resend
 from tests.unit.detokenizer.peers import ROOT, Group, Peer
 
 F_NUM = [216, 37, 28, 216, 38, 28, 216, 39, 28, 216, 40, 28, 216, 41, 28, 216, 33, 32, 28, 216]

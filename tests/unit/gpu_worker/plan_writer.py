@@ -7,16 +7,9 @@ from dataclasses import dataclass, field
 
 from services.wire.codec import decode, encode
 from services.wire.columns import pack_int32, split_by_counts, unpack_float32, unpack_int32, unpack_request_ids
-from services.wire.messages import (
-    PLAIN_PROMPT,
-    Finish,
-    NewRow,
-    PromptLogprobs,
-    PromptParams,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-)
+from services.wire.finish import Finish
+from services.wire.request_params import PLAIN_PROMPT, PromptParams, SamplingParams
+from services.wire.steps import NewRow, PromptLogprobs, StepPlan, StepResult
 
 GREEDY = SamplingParams(0.0, 1.0, 0, 0.0, 0, 0)
 

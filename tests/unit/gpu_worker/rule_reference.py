@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from services.wire.columns import pack_float32, pack_int32, split_by_counts, unpack_float32, unpack_int32
-from services.wire.messages import LogitRules
+from services.wire.request_params import LogitRules
 
 
 def rules(

@@ -16,7 +16,8 @@ import pytest
 from services.gpu_worker import grammar_compiler
 from services.gpu_worker.grammar_compiler import GrammarCompiler
 from services.gpu_worker.grammar_process import ChildSpec, GrammarChildError, GrammarProcess
-from services.wire.messages import CompileGrammar, Grammar, GrammarCompiled, GrammarKind
+from services.wire.request_params import Grammar, GrammarKind
+from services.wire.steps import CompileGrammar, GrammarCompiled
 
 WIDTH = 49152
 GOOD = Grammar(

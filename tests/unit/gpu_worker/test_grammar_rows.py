@@ -16,7 +16,8 @@ from services.gpu_worker.grammar_rows import MAX_FORCED, GrammarRows
 from services.model_files.source import open_model
 from services.model_files.vocabulary import Vocabulary, load_vocabulary
 from services.wire.columns import pack_int32
-from services.wire.messages import CompileGrammar, Grammar, GrammarKind, NewRow, SamplingParams
+from services.wire.request_params import Grammar, GrammarKind, SamplingParams
+from services.wire.steps import CompileGrammar, NewRow
 
 WIDTH = 49152
 END = 2

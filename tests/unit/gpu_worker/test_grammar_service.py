@@ -13,7 +13,9 @@ import pytest
 from services.model_files.source import open_model
 from services.model_files.tokenizer import LoadedTokenizer, load_tokenizer
 from services.runtime.config import Settings
-from services.wire.messages import CompileGrammar, Finish, Grammar, GrammarCompiled, GrammarKind, SamplingParams
+from services.wire.finish import Finish
+from services.wire.request_params import Grammar, GrammarKind, SamplingParams
+from services.wire.steps import CompileGrammar, GrammarCompiled
 from tests.sockets import Sockets, sockets
 from tests.unit.gpu_worker.plan_writer import PlanWriter, Request
 from tests.unit.gpu_worker.worker_peer import TestScheduler, worker_settings, worker_thread

@@ -18,7 +18,7 @@ from services.gpu_worker.logit_rules import LogitRulesTable
 from services.gpu_worker.row_lines import Picks
 from services.gpu_worker.sampler import sample
 from services.gpu_worker.sampling_table import SamplingTable
-from services.wire.messages import LogitRules, SamplingParams
+from services.wire.request_params import LogitRules, SamplingParams
 from tests.unit.gpu_worker.rule_reference import ruled, rules
 
 CPU = torch.device("cpu")

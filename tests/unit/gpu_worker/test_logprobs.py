@@ -11,7 +11,7 @@ import torch
 from services.gpu_worker import logprobs
 from services.gpu_worker.logprobs import LogprobsTable, highest, row_logprobs, top_logprobs
 from services.gpu_worker.row_lines import Picks
-from services.wire.messages import SamplingParams
+from services.wire.request_params import SamplingParams
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ import torch
 
 from services.gpu_worker.weights import LoadedModel, load_model
 from services.model_files.source import open_model
-from services.wire.messages import PromptParams, SamplingParams, Task
+from services.wire.request_params import PromptParams, SamplingParams, Task
 from tests.unit.gpu_worker.plan_writer import Entries, Request
 from tests.unit.gpu_worker.step_bench import CPU, Bench, new_bench
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.gpu_worker.sampler import SampledTokens, row_maxima, sample
 from services.gpu_worker.sampling_table import SamplingTable
-from services.wire.messages import SamplingParams
+from services.wire.request_params import SamplingParams
 
 
 def row(temperature: float = 1.0, **changes: float) -> SamplingParams:

@@ -17,7 +17,7 @@ from services.gpu_worker import draw, nucleus, sampler
 from services.gpu_worker.random_numbers import stream_key, stream_key_at, uniform
 from services.gpu_worker.sampler import sample
 from services.gpu_worker.sampling_table import Kind, SamplingTable, kind_of
-from services.wire.messages import SamplingParams
+from services.wire.request_params import SamplingParams
 
 INT64S = st.integers(-(2**63), 2**63 - 1)
 PARAMS = st.builds(

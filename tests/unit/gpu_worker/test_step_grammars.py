@@ -21,7 +21,9 @@ from services.gpu_worker.plan_check import PlanError
 from services.gpu_worker.weights import LoadedModel, load_model
 from services.model_files.source import open_model
 from services.wire.columns import unpack_int32
-from services.wire.messages import Finish, Grammar, GrammarKind, NewRow, SamplingParams
+from services.wire.finish import Finish
+from services.wire.request_params import Grammar, GrammarKind, SamplingParams
+from services.wire.steps import NewRow
 from tests.unit.gpu_worker.plan_writer import GREEDY, Request
 from tests.unit.gpu_worker.rule_reference import rules
 from tests.unit.gpu_worker.step_bench import CPU, NUM_OUTPUTS, new_bench

@@ -14,7 +14,8 @@ from services.gpu_worker import prompt_logprobs
 from services.gpu_worker.plan_check import PlanError
 from services.gpu_worker.weights import LoadedModel, load_model
 from services.model_files.source import open_model
-from services.wire.messages import Finish, PromptParams, Task
+from services.wire.finish import Finish
+from services.wire.request_params import PromptParams, Task
 from tests.unit.gpu_worker.plan_writer import GREEDY, Request
 from tests.unit.gpu_worker.step_bench import CPU, NUM_OUTPUTS, Bench, new_bench
 from tests.unit.gpu_worker.tiny_models import VOCAB_SIZE, TinyModel, make_tiny_model

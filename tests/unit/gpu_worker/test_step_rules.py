@@ -13,7 +13,8 @@ from bench.random_checkpoints import Shape, write_checkpoint
 from services.gpu_worker.attention.reference import ReferenceAttention
 from services.gpu_worker.weights import LoadedModel, load_model
 from services.model_files.source import open_model
-from services.wire.messages import Finish, LogitRules, SamplingParams
+from services.wire.finish import Finish
+from services.wire.request_params import LogitRules, SamplingParams
 from tests.unit.gpu_worker.plan_writer import GREEDY, Request
 from tests.unit.gpu_worker.rule_reference import ruled, rules
 from tests.unit.gpu_worker.step_bench import CPU, NUM_OUTPUTS, new_bench

@@ -20,16 +20,11 @@ from services.runtime import session
 from services.runtime.config import Settings
 from services.runtime.session import HandshakeError
 from services.wire.columns import unpack_int32
-from services.wire.messages import (
-    PROTOCOL_VERSION,
-    Abort,
-    Finish,
-    HandshakeRefused,
-    Heartbeat,
-    Hello,
-    State,
-    StepResult,
-)
+from services.wire.finish import Finish
+from services.wire.members import HandshakeRefused, Heartbeat, Hello, State
+from services.wire.messages import PROTOCOL_VERSION
+from services.wire.requests import Abort
+from services.wire.steps import StepResult
 from tests.sockets import Sockets
 from tests.unit.gpu_worker.plan_writer import Request
 from tests.unit.gpu_worker.worker_peer import (

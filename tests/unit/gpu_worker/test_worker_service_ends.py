@@ -14,7 +14,7 @@ from services.gpu_worker.scheduler_link import SchedulerLostError
 from services.runtime import session
 from services.runtime.config import Settings
 from services.runtime.service import HURRY_SIGNAL, LOSS_SIGNAL, StartError
-from services.wire.messages import Goodbye, Heartbeat, State
+from services.wire.members import Goodbye, Heartbeat, State
 from tests.sockets import Sockets
 from tests.unit.gpu_worker.worker_peer import (
     MAX_ROWS,
@@ -101,7 +101,7 @@ import os, sys
 number = int(sys.argv.pop())
 from services.gpu_worker.__main__ import main
 from services.runtime.service import run_service
-from services.wire.messages import Role
+from services.wire.members import Role
 
 class Stop:
     def find_spec(self, name, *rest):

@@ -19,7 +19,7 @@ from services.gpu_worker.step_inputs import StepInputs, StepRow, build_step_inpu
 from services.gpu_worker.step_work import StepOutput
 from services.gpu_worker.worker_state import WorkerState
 from services.wire.columns import pack_int32
-from services.wire.messages import StepPlan
+from services.wire.steps import StepPlan
 from tests.unit.gpu_worker.plan_writer import PlanWriter, Request
 
 CPU = torch.device("cpu")

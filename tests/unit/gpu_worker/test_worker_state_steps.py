@@ -12,7 +12,9 @@ from bench.random_checkpoints import Shape, write_checkpoint
 from services.gpu_worker.step_inputs import StepInputs
 from services.gpu_worker.weights import LoadedModel, load_model
 from services.model_files.source import open_model
-from services.wire.messages import Finish, SamplingParams, StepPlan
+from services.wire.finish import Finish
+from services.wire.request_params import SamplingParams
+from services.wire.steps import StepPlan
 from tests.unit.gpu_worker.plan_writer import GREEDY, Request
 from tests.unit.gpu_worker.step_bench import CPU, NUM_OUTPUTS, new_bench
 

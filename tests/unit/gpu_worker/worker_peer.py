@@ -16,17 +16,10 @@ from services.gpu_worker.service import main
 from services.runtime.config import Settings
 from services.runtime.service import Process
 from services.wire.endpoints import Identity
-from services.wire.messages import (
-    PROTOCOL_VERSION,
-    Heartbeat,
-    Hello,
-    Role,
-    SamplingParams,
-    State,
-    StepPlan,
-    StepResult,
-    Welcome,
-)
+from services.wire.members import Heartbeat, Hello, Role, State, Welcome
+from services.wire.messages import PROTOCOL_VERSION
+from services.wire.request_params import SamplingParams
+from services.wire.steps import StepPlan, StepResult
 from services.wire.transport import BlockingReceiver
 from tests.sockets import DEADLINE_S, Sockets
 from tests.unit.gpu_worker.plan_writer import PlanWriter, Request

@@ -26,7 +26,8 @@ from services.launcher.terminal import Terminal
 from services.runtime.config import Settings, inherited_environment
 from services.runtime.health import Pulse, unhealthy_reason
 from services.wire.codec import decode, encode
-from services.wire.messages import PROTOCOL_VERSION, ForeignHello, HandshakeRefused
+from services.wire.members import ForeignHello, HandshakeRefused
+from services.wire.messages import PROTOCOL_VERSION
 from tests.unit.launcher.openai_server import openai_server
 
 CPU = {

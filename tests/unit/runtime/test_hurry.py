@@ -14,7 +14,7 @@ from services.runtime.service import HURRY_SIGNAL, LOSS_SIGNAL
 _ROOT = Path(__file__).parents[3]
 _SERVICE = """
 from services.runtime.service import run_service
-from services.wire.messages import Role
+from services.wire.members import Role
 from services.wire.transport import BlockingReceiver
 
 def main(process):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.runtime.logs import _JsonFormatter, _TextFormatter, about, request_of_task, set_up_logging
 from services.wire.endpoints import Identity
-from services.wire.messages import Role
+from services.wire.members import Role
 
 IDENTITY = Identity(Role.TOKENIZER, "t-1")
 HOSTILE = "a\r\n2026-01-01T00:00:00.000Z I tokenizer/t-1 forged\x1b[31m\x00\u2028\u202e\x85 世界 👋"

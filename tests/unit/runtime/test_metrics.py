@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.runtime.metrics import PREFIX, GroupCollector, new_registry, render, snapshot
 from services.wire.codec import decode, encode
-from services.wire.messages import Heartbeat, MemberTelemetry, Role, State
+from services.wire.members import Heartbeat, MemberTelemetry, Role, State
 
 ODD_LABEL = 'a=b;c\\d"e\n世界 👋'
 

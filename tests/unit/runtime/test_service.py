@@ -17,13 +17,13 @@ from services.runtime.config import Settings
 from services.runtime.service import OrphanError, Process, StartError
 from services.wire.endpoints import Identity
 from services.wire.errors import EndpointInUseError
-from services.wire.messages import Role
+from services.wire.members import Role
 from tests.sockets import DEADLINE_S, Sockets, sockets, wait_until
 
 STOPPABLE = """
 import sys
 from services.runtime.service import run_service
-from services.wire.messages import Role
+from services.wire.members import Role
 from services.wire.transport import BlockingReceiver
 
 def main(process):
@@ -41,7 +41,7 @@ FAILING = """
 from services.runtime.service import GroupLostError, OrphanError, StartError, run_service
 from services.runtime.session import HandshakeError
 from services.wire.errors import EndpointInUseError, ProtocolError
-from services.wire.messages import Role
+from services.wire.members import Role
 
 def main(process):
     raise {error}

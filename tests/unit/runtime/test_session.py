@@ -6,9 +6,7 @@ import pytest
 
 from services.runtime.session import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, HandshakeError, SchedulerSession
 from services.wire.endpoints import Identity
-from services.wire.messages import (
-    PROTOCOL_VERSION,
-    Admitted,
+from services.wire.members import (
     Goodbye,
     HandshakeRefused,
     Heartbeat,
@@ -20,6 +18,8 @@ from services.wire.messages import (
     Welcome,
     WorkerCard,
 )
+from services.wire.messages import PROTOCOL_VERSION
+from services.wire.requests import Admitted
 
 IDENTITY = Identity(Role.DETOKENIZER, "d-1", 77)
 CARD = WorkerCard(1, 2, 3, 4, 5, 6, 7, 8.0)

@@ -11,7 +11,9 @@ from services.scheduler.policy import RemainderEstimate
 from services.scheduler.prompt_record import PromptPart
 from services.scheduler.request import Request
 from services.wire.columns import unpack_float32, unpack_int32
-from services.wire.messages import CompileGrammar, Embedding, Finish, GrammarCompiled, Submit
+from services.wire.finish import Finish
+from services.wire.requests import Submit
+from services.wire.steps import CompileGrammar, Embedding, GrammarCompiled
 from tests.unit.scheduler.fake_worker import (
     VOCAB_SIZE,
     FakeWorker,

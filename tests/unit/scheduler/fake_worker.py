@@ -15,21 +15,10 @@ from random import Random
 
 from services.wire.codec import decode, encode
 from services.wire.columns import pack_float32, pack_int32, split_by_counts, unpack_int32
-from services.wire.messages import (
-    Embedding,
-    Finish,
-    Grammar,
-    GrammarKind,
-    NewRow,
-    PromptLogprobs,
-    PromptParams,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-    Submit,
-    Task,
-    TextParams,
-)
+from services.wire.finish import Finish
+from services.wire.request_params import Grammar, GrammarKind, PromptParams, SamplingParams, Task, TextParams
+from services.wire.requests import Submit
+from services.wire.steps import Embedding, NewRow, PromptLogprobs, StepPlan, StepResult
 
 VOCAB_SIZE = 50
 NOT_A_NUMBER = -7

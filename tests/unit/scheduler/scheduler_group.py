@@ -17,21 +17,13 @@ from services.runtime.config import Settings
 from services.runtime.service import Process
 from services.runtime.session import SchedulerSession
 from services.scheduler.service import SchedulerService
+from services.wire.answers import DecodeOpen, TokensProduced
 from services.wire.columns import pack_int32, split_by_counts, unpack_int32, unpack_request_ids
 from services.wire.endpoints import Identity
-from services.wire.messages import (
-    Acknowledge,
-    DecodeOpen,
-    Finish,
-    Load,
-    Role,
-    State,
-    StepPlan,
-    Submit,
-    Telemetry,
-    TokensProduced,
-    WorkerCard,
-)
+from services.wire.finish import Finish
+from services.wire.members import Role, State, Telemetry, WorkerCard
+from services.wire.requests import Acknowledge, Load, Submit
+from services.wire.steps import StepPlan
 from services.wire.transport import BlockingReceiver, DealerPort
 from tests.unit.scheduler.fake_worker import VOCAB_SIZE, FakeWorker
 

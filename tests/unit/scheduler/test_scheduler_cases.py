@@ -11,7 +11,7 @@ from services.scheduler.admission import RequestRefusedError
 from services.scheduler.kv_ledger import KvLedger
 from services.scheduler.policy import AGE_LIMIT_PASSES
 from services.scheduler.radix_cache import RadixCache
-from services.wire.messages import Finish
+from services.wire.finish import Finish
 from tests.unit.scheduler.core_driver import Driver, new_limits
 from tests.unit.scheduler.fake_worker import new_submit, solo_output
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from services.wire.messages import (
-    Admitted,
-    Control,
-    ControlAction,
-    ControlDone,
-    Finish,
-    Heartbeat,
-    Refused,
-    StepPlan,
-)
+from services.wire.controls import Control, ControlAction, ControlDone
+from services.wire.finish import Finish
+from services.wire.members import Heartbeat
+from services.wire.requests import Admitted, Refused
+from services.wire.steps import StepPlan
 from tests.unit.scheduler.fake_worker import new_submit, solo_output
 from tests.unit.scheduler.scheduler_group import Pipeline, id_of, last_load, run_all, running_pipeline, worker_card
 

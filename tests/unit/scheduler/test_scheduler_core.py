@@ -12,7 +12,7 @@ from services.scheduler.core import Core
 from services.scheduler.kv_ledger import LedgerError
 from services.scheduler.queues import QueueError
 from services.scheduler.request import TRANSITIONS, IllegalTransitionError, RequestState
-from services.wire.messages import Finish
+from services.wire.finish import Finish
 from tests.unit.scheduler.core_driver import Answer, Driver, new_limits
 from tests.unit.scheduler.fake_worker import new_submit, solo_output
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.policy import AGE_TURN_PASSES
-from services.wire.messages import CompileGrammar, Finish, GrammarCompiled, Refused, StepPlan
+from services.wire.finish import Finish
+from services.wire.requests import Refused
+from services.wire.steps import CompileGrammar, GrammarCompiled, StepPlan
 from tests.unit.scheduler.core_driver import Answer, Driver, new_limits
 from tests.unit.scheduler.fake_worker import new_submit
 from tests.unit.scheduler.scheduler_group import id_of, running_pipeline, worker_card

@@ -9,18 +9,11 @@ import pytest
 from services.scheduler import answers
 from services.scheduler.compilations import Compilations
 from services.scheduler.request import Request, RequestState
+from services.wire.answers import DecodeOpen
 from services.wire.columns import pack_int32
-from services.wire.messages import (
-    Abort,
-    Admitted,
-    CompileGrammar,
-    DecodeOpen,
-    Finish,
-    GrammarCompiled,
-    Refused,
-    Resend,
-    StepPlan,
-)
+from services.wire.finish import Finish
+from services.wire.requests import Abort, Admitted, Refused, Resend
+from services.wire.steps import CompileGrammar, GrammarCompiled, StepPlan
 from tests.unit.scheduler.core_driver import Driver, new_limits
 from tests.unit.scheduler.fake_worker import new_submit
 from tests.unit.scheduler.scheduler_group import Pipeline, id_of, run_all, running_pipeline

@@ -9,20 +9,13 @@ import pytest
 from services.scheduler import group
 from services.scheduler.core_counters import CoreCounters
 from services.scheduler.usage import Usage
+from services.wire.answers import HopReport, StopFound
 from services.wire.columns import pack_int32
-from services.wire.messages import (
-    CompileGrammar,
-    Control,
-    ControlAction,
-    Finish,
-    GrammarCompiled,
-    HopReport,
-    Refused,
-    Role,
-    StepPlan,
-    StopFound,
-    Telemetry,
-)
+from services.wire.controls import Control, ControlAction
+from services.wire.finish import Finish
+from services.wire.members import Role, Telemetry
+from services.wire.requests import Refused
+from services.wire.steps import CompileGrammar, GrammarCompiled, StepPlan
 from tests.unit.scheduler.core_driver import Driver, new_limits
 from tests.unit.scheduler.fake_worker import new_submit
 from tests.unit.scheduler.scheduler_group import Pipeline, id_of, run_all, running_pipeline, worker_card

@@ -8,9 +8,11 @@ import pytest
 
 from services.scheduler import token_batch
 from services.scheduler.token_batch import TokenBatch
+from services.wire.answers import TokensProduced
 from services.wire.codec import encode
 from services.wire.columns import pack_int32, split_by_counts, unpack_float32, unpack_int32
-from services.wire.messages import Finish, Resend, TokensProduced
+from services.wire.finish import Finish
+from services.wire.requests import Resend
 from tests.unit.scheduler.core_driver import Driver, new_limits
 from tests.unit.scheduler.fake_worker import new_submit, solo_logprobs, solo_output
 from tests.unit.scheduler.scheduler_group import id_of, run_all, running_pipeline

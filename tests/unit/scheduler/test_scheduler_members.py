@@ -8,25 +8,13 @@ from pathlib import Path
 import pytest
 
 from services.scheduler.service import BackendLostError
+from services.wire.answers import DecodeOpen, StopFound, TextChunks
 from services.wire.columns import pack_int32
 from services.wire.errors import EndpointInUseError
-from services.wire.messages import (
-    PROTOCOL_VERSION,
-    Abort,
-    Admitted,
-    DecodeOpen,
-    Finish,
-    Goodbye,
-    HandshakeRefused,
-    Heartbeat,
-    Hello,
-    Refused,
-    Role,
-    State,
-    StopFound,
-    Submit,
-    TextChunks,
-)
+from services.wire.finish import Finish
+from services.wire.members import Goodbye, HandshakeRefused, Heartbeat, Hello, Role, State
+from services.wire.messages import PROTOCOL_VERSION
+from services.wire.requests import Abort, Admitted, Refused, Submit
 from tests.unit.scheduler.fake_worker import new_submit
 from tests.unit.scheduler.scheduler_group import (
     Group,

@@ -20,7 +20,10 @@ from services.scheduler.workers import Workers, limits_of, stall_limit_s
 from services.wire.codec import decode, encode
 from services.wire.columns import unpack_int32
 from services.wire.endpoints import Identity
-from services.wire.messages import PROTOCOL_VERSION, Finish, Heartbeat, Hello, Role, State, Submit
+from services.wire.finish import Finish
+from services.wire.members import Heartbeat, Hello, Role, State
+from services.wire.messages import PROTOCOL_VERSION
+from services.wire.requests import Submit
 from tests.unit.scheduler.core_driver import EPOCH, Driver, new_limits
 from tests.unit.scheduler.fake_worker import new_submit
 from tests.unit.scheduler.scheduler_group import worker_card

@@ -10,7 +10,10 @@ from services.scheduler import step_plan
 from services.scheduler.admission import RequestRefusedError
 from services.scheduler.prompt_record import PromptPart
 from services.wire.columns import pack_float32, pack_int32
-from services.wire.messages import Embedding, Finish, PromptLogprobs, PromptParams, Resend, Task
+from services.wire.finish import Finish
+from services.wire.request_params import PromptParams, Task
+from services.wire.requests import Resend
+from services.wire.steps import Embedding, PromptLogprobs
 from tests.unit.scheduler.core_driver import Driver, new_limits
 from tests.unit.scheduler.fake_worker import new_submit, solo_output
 from tests.unit.scheduler.scheduler_group import id_of, run_all, running_pipeline, worker_card

@@ -10,7 +10,8 @@ import pytest
 
 from services.scheduler.step_result import ResultError
 from services.wire.columns import pack_int32, unpack_int32
-from services.wire.messages import Finish, StepResult
+from services.wire.finish import Finish
+from services.wire.steps import StepResult
 from tests.unit.scheduler.core_driver import Answer, Driver, new_limits
 from tests.unit.scheduler.fake_worker import new_submit, next_token
 

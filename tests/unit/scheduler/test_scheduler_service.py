@@ -6,24 +6,11 @@ import time
 
 import pytest
 
+from services.wire.answers import DecodeFailed, DecodeOpen, StopFound
 from services.wire.columns import pack_int32
-from services.wire.messages import (
-    Abort,
-    Acknowledge,
-    Admitted,
-    DecodeFailed,
-    DecodeOpen,
-    Finish,
-    Load,
-    Refused,
-    Resend,
-    Role,
-    Roster,
-    State,
-    StopFound,
-    Telemetry,
-    Welcome,
-)
+from services.wire.finish import Finish
+from services.wire.members import Role, Roster, State, Telemetry, Welcome
+from services.wire.requests import Abort, Acknowledge, Admitted, Load, Refused, Resend
 from tests.unit.scheduler.fake_worker import new_submit, solo_output
 from tests.unit.scheduler.scheduler_group import (
     counter_of,

@@ -13,14 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from services.wire.answers import TextChunks
 from services.wire.columns import pack_int32
 from services.wire.endpoints import ipc_endpoint
-from services.wire.messages import (
-    Finish,
-    State,
-    Submit,
-    TextChunks,
-)
+from services.wire.finish import Finish
+from services.wire.members import State
+from services.wire.requests import Submit
 from tests.unit.tokenizer.http_client import Connection, Response, request, wait_until
 from tests.unit.tokenizer.played_backend import CONTEXT, DEADLINE_S, READY_LOAD, Backend
 from tests.unit.tokenizer.small_models import small_model

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.wire.messages import Role
+from services.wire.members import Role
 from tests.unit.tokenizer.backend_peers import READY_LOAD, Server, write_small_model
 from tests.unit.tokenizer.http_client import request, wait_until
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.wire.messages import Submit
+from services.wire.requests import Submit
 from tests.unit.tokenizer.backend_peers import Server
 from tests.unit.tokenizer.http_client import Json, Response, request
 from tests.unit.tokenizer.scripts import OK

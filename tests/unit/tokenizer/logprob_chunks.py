@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from services.wire.answers import TextChunks
 from services.wire.columns import pack_float32, pack_int32
-from services.wire.messages import PromptLogprobs, Submit, TextChunks
+from services.wire.requests import Submit
+from services.wire.steps import PromptLogprobs
 
 Entries = Sequence[tuple[int, float]]
 """Of one token: itself first, then the likeliest, best first."""

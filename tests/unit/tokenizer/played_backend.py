@@ -11,29 +11,12 @@ from typing import TypeVar
 
 import zmq
 
+from services.wire.answers import HopReport, TextChunks
 from services.wire.columns import unpack_int32, unpack_request_ids
 from services.wire.endpoints import Identity
-from services.wire.messages import (
-    PROTOCOL_VERSION,
-    Abort,
-    Acknowledge,
-    Admitted,
-    Heartbeat,
-    Hello,
-    HopReport,
-    Load,
-    Member,
-    MemberTelemetry,
-    Refused,
-    Resend,
-    Role,
-    Roster,
-    State,
-    Submit,
-    Telemetry,
-    TextChunks,
-    Welcome,
-)
+from services.wire.members import Heartbeat, Hello, Member, MemberTelemetry, Role, Roster, State, Telemetry, Welcome
+from services.wire.messages import PROTOCOL_VERSION
+from services.wire.requests import Abort, Acknowledge, Admitted, Load, Refused, Resend, Submit
 from services.wire.transport import BlockingReceiver, DealerPort, RouterPort
 from tests.unit.tokenizer.http_client import request, wait_until
 

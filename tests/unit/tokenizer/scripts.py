@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from services.wire.messages import Finish, Submit, TextChunks
+from services.wire.answers import TextChunks
+from services.wire.finish import Finish
+from services.wire.requests import Submit
 from tests.unit.tokenizer.backend_peers import chunk
 
 Script = Callable[[Submit], Sequence[TextChunks]]

@@ -16,7 +16,7 @@ from services.tokenizer.api_error import Code, finish_error
 from services.tokenizer.openai_schema import ChatBody, CompletionBody
 from services.tokenizer.routes import ROUTES
 from services.tokenizer.service import BALANCER_NOTICE_S
-from services.wire.messages import Finish
+from services.wire.finish import Finish
 from tests.unit.tokenizer.backend_peers import Server
 from tests.unit.tokenizer.http_client import request
 

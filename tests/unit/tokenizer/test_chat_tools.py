@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from services.wire.columns import unpack_int32
-from services.wire.messages import Finish, GrammarKind, Submit
+from services.wire.finish import Finish
+from services.wire.request_params import GrammarKind
+from services.wire.requests import Submit
 from tests.unit.tokenizer import model_templates as templates
 from tests.unit.tokenizer.backend_peers import Server, write_small_model
 from tests.unit.tokenizer.field_requests import assert_refused

@@ -11,7 +11,9 @@ import pytest
 from services.runtime.config import SECRETS, Settings
 from services.tokenizer.request_names import RequestNames
 from services.tokenizer.status_routes import shown_settings
-from services.wire.messages import PROTOCOL_VERSION, Control, ControlAction, ControlDone, Finish
+from services.wire.controls import Control, ControlAction, ControlDone
+from services.wire.finish import Finish
+from services.wire.messages import PROTOCOL_VERSION
 from tests.unit.tokenizer.backend_peers import Server, chunk
 from tests.unit.tokenizer.http_client import Response, request
 

@@ -19,7 +19,7 @@ from services.tokenizer.journal import Ending, NewPart
 from services.tokenizer.openai_chunks import AnswerHead
 from services.tokenizer.pending_answer import PendingAnswer
 from services.tokenizer.sse import json_string
-from services.wire.messages import Finish
+from services.wire.finish import Finish
 
 CHAT_HEAD = AnswerHead("id-1", 1_700_000_000, 'a "model" \u2028')
 TEXT_HEAD = AnswerHead("id-1", 1_700_000_000, "m", has_usage_chunk=True)

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from services.wire.messages import Finish, Submit
+from services.wire.finish import Finish
+from services.wire.requests import Submit
 from tests.unit.tokenizer.backend_peers import Server, chunk, join
 from tests.unit.tokenizer.http_client import Connection, EventReader, Json, metric, request, text_of, wait_until
 from tests.unit.tokenizer.scripts import OK

@@ -9,7 +9,7 @@ import pytest
 
 from services.tokenizer.openai_schema import ChatBody, CompletionBody
 from services.wire.columns import unpack_int32
-from services.wire.messages import PLAIN_PROMPT, GrammarKind
+from services.wire.request_params import PLAIN_PROMPT, GrammarKind
 from tests.unit.tokenizer.backend_peers import CONTEXT, Server
 from tests.unit.tokenizer.field_requests import CHAT, NUM, assert_refused, chat, complete, submits_of
 from tests.unit.tokenizer.http_client import request

@@ -20,21 +20,10 @@ from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.stream_table import StreamTable
 from services.wire.columns import unpack_int32
 from services.wire.endpoints import Identity
-from services.wire.messages import (
-    PROTOCOL_VERSION,
-    Admitted,
-    Finish,
-    Heartbeat,
-    Member,
-    MemberTelemetry,
-    Refused,
-    Role,
-    Roster,
-    State,
-    Submit,
-    Telemetry,
-    Welcome,
-)
+from services.wire.finish import Finish
+from services.wire.members import Heartbeat, Member, MemberTelemetry, Role, Roster, State, Telemetry, Welcome
+from services.wire.messages import PROTOCOL_VERSION
+from services.wire.requests import Admitted, Refused, Submit
 from tests.unit.tokenizer.backend_peers import READY_LOAD, Server, chunk
 from tests.unit.tokenizer.http_client import metric, request, wait_until
 from tests.unit.tokenizer.scripts import OK

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from services.wire.messages import Finish, HopReport, PromptParams, Role, Submit, TextChunks
+from services.wire.answers import HopReport, TextChunks
+from services.wire.finish import Finish
+from services.wire.members import Role
+from services.wire.request_params import PromptParams
+from services.wire.requests import Submit
 from tests.unit.tokenizer.backend_peers import Server, chunk
 from tests.unit.tokenizer.field_requests import CHAT, NUM, submits_of
 from tests.unit.tokenizer.http_client import Connection, EventReader, Json, request, text_of, wait_until

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from services.wire.answers import TextChunks
 from services.wire.columns import split_by_counts, unpack_float32, unpack_int32
-from services.wire.messages import NO_LOGPROBS, Finish, LogitRules, Submit, TextChunks
+from services.wire.finish import Finish
+from services.wire.request_params import NO_LOGPROBS, LogitRules
+from services.wire.requests import Submit
 from tests.unit.tokenizer.backend_peers import Server, chunk, takes_requests
 from tests.unit.tokenizer.field_requests import CHAT, NUM, assert_refused, chat, complete, submits_of
 from tests.unit.tokenizer.http_client import Json, request

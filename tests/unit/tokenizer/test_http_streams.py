@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from services.wire.messages import Finish, Submit, TextChunks
+from services.wire.answers import TextChunks
+from services.wire.finish import Finish
+from services.wire.requests import Submit
 from tests.unit.tokenizer.backend_peers import Server, chunk, join
 from tests.unit.tokenizer.http_client import Connection, EventReader, Json, request, text_of
 from tests.unit.tokenizer.scripts import answering

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from services.tokenizer.journal import ChunkRow, GapError, JournalEntry, chunk_rows
 from services.wire.columns import pack_int32
 from services.wire.errors import ProtocolError
-from services.wire.messages import Finish, SamplingParams, Submit, TextParams
+from services.wire.finish import Finish
+from services.wire.request_params import SamplingParams, TextParams
+from services.wire.requests import Submit
 from tests.unit.tokenizer.backend_peers import chunk
 
 PIECES = ["a", "é", "你", "👋🌍", "", "bc", "\u2028"]

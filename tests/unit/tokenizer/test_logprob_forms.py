@@ -16,7 +16,7 @@ from services.tokenizer.completion_format import CompletionFormat
 from services.tokenizer.logprob_forms import FLOOR, CompletionLogprobs, TokenDisplay, floored
 from services.tokenizer.openai_chunks import AnswerHead
 from services.tokenizer.token_texts import TokenTexts
-from services.wire.messages import Finish
+from services.wire.finish import Finish
 from tests.unit.tokenizer.http_client import Json
 
 HEAD = AnswerHead("id-1", 1_700_000_000, "m", fingerprint="fp_1")

@@ -12,7 +12,7 @@ from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, Reasoning, T
 from services.tokenizer.api_error import ApiError, Code, bad_field, unavailable
 from services.tokenizer.messages_format import MessagesFormat, messages_error_body
 from services.tokenizer.messages_schema import COUNT_FORM, MESSAGES_FORM, chat_of
-from services.wire.messages import Finish
+from services.wire.finish import Finish
 
 USAGE = {
     "prompt_tokens": 12,

@@ -17,7 +17,8 @@ from services.tokenizer.api_error import ApiError
 from services.tokenizer.native_format import NativeAnswers, NativeFormat
 from services.tokenizer.native_schema import GENERATE_FORM, shared_fields
 from services.wire.columns import unpack_int32
-from services.wire.messages import Finish, PromptParams
+from services.wire.finish import Finish
+from services.wire.request_params import PromptParams
 from tests.unit.tokenizer.backend_peers import CONTEXT, Server
 from tests.unit.tokenizer.http_client import Connection, EventReader, request
 from tests.unit.tokenizer.scripts import answering

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.tokenizer.answer_parts import AnswerDelta, Part, Reasoning, Text, TokenLogprobs, ToolCallStart
 from services.tokenizer.journal import Ending, NewPart
 from services.tokenizer.pending_answer import PendingAnswer
-from services.wire.messages import Finish
+from services.wire.finish import Finish
 
 PIECES = ["", "a", "é", "👋🌍", "(", ")", "你好 "]
 

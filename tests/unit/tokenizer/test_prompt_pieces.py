@@ -18,7 +18,10 @@ from services.tokenizer.prompt_pieces import PieceGapError, PromptPieces
 from services.tokenizer.stream_table import RESEND_AGAIN_S, StreamTable
 from services.wire.columns import pack_float32, unpack_float32, unpack_int32, unpack_request_ids
 from services.wire.errors import ProtocolError
-from services.wire.messages import Embedding, Finish, PromptParams, Submit, Task
+from services.wire.finish import Finish
+from services.wire.request_params import PromptParams, Task
+from services.wire.requests import Submit
+from services.wire.steps import Embedding
 from tests.unit.tokenizer.backend_peers import chunk
 from tests.unit.tokenizer.logprob_chunks import prompt_logprobs
 from tests.unit.tokenizer.test_journal import new_submit

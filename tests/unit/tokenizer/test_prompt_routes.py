@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 
 from services.tokenizer.scores import shared_length
 from services.wire.columns import unpack_int32
-from services.wire.messages import Embedding, Finish, Submit, Task
+from services.wire.finish import Finish
+from services.wire.request_params import Task
+from services.wire.requests import Submit
+from services.wire.steps import Embedding
 from tests.unit.tokenizer.backend_peers import CONTEXT, Server, chunk
 from tests.unit.tokenizer.http_client import Response, request
 from tests.unit.tokenizer.logprob_chunks import prompt_logprobs

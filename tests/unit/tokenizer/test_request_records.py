@@ -19,9 +19,13 @@ from services.tokenizer.request_record import ParentSpan, RequestRecord, parent_
 from services.tokenizer.request_ring import RequestRing
 from services.tokenizer.request_watch import RequestWatch
 from services.tokenizer.stream_table import StreamTable
+from services.wire.answers import HopReport
 from services.wire.columns import pack_int32
 from services.wire.endpoints import Identity
-from services.wire.messages import Finish, HopReport, Role, SamplingParams, Submit, TextParams
+from services.wire.finish import Finish
+from services.wire.members import Role
+from services.wire.request_params import SamplingParams, TextParams
+from services.wire.requests import Submit
 from tests.unit.tokenizer.backend_peers import chunk
 
 OWN = Identity(Role.TOKENIZER, "t")

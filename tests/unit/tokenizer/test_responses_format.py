@@ -16,7 +16,7 @@ from services.tokenizer.api_error import ApiError, Code, bad_field, unavailable
 from services.tokenizer.responses_chat import chat_of
 from services.tokenizer.responses_format import ResponsesFormat
 from services.tokenizer.responses_schema import ResponsesBody, parse_responses
-from services.wire.messages import Finish
+from services.wire.finish import Finish
 
 USAGE = {
     "prompt_tokens": 12,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.wire.columns import unpack_int32
-from services.wire.messages import Finish
+from services.wire.finish import Finish
 from tests.unit.tokenizer.backend_peers import Server, chunk
 from tests.unit.tokenizer.http_client import Connection, EventReader, Response, request
 from tests.unit.tokenizer.scripts import answering

@@ -14,7 +14,8 @@ from services.tokenizer.journal import AnswerNews
 from services.tokenizer.pending_answer import PendingAnswer
 from services.tokenizer.stream_table import MAX_RESENDS, RESEND_AGAIN_S, StreamTable
 from services.wire.columns import unpack_int32, unpack_request_ids
-from services.wire.messages import Admitted, Finish, Refused
+from services.wire.finish import Finish
+from services.wire.requests import Admitted, Refused
 from tests.unit.tokenizer.backend_peers import chunk, join
 from tests.unit.tokenizer.test_journal import new_submit
 

@@ -10,7 +10,7 @@ import pytest
 from services.runtime.config import Settings
 from services.tokenizer.api_error import ApiError
 from services.tokenizer.structured_output import StructureLimits, structure_of
-from services.wire.messages import Grammar, GrammarKind
+from services.wire.request_params import Grammar, GrammarKind
 
 LIMITS = StructureLimits.of(Settings())
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -13,7 +13,8 @@ from services.tokenizer.journal import JournalEntry
 from services.tokenizer.open_request import OpenRequest
 from services.tokenizer.pending_answer import PendingAnswer
 from services.tokenizer.timings import timings_of
-from services.wire.messages import HopReport, Role
+from services.wire.answers import HopReport
+from services.wire.members import Role
 from tests.unit.tokenizer.test_journal import new_submit
 
 

@@ -20,17 +20,10 @@ from services.runtime.service import HURRY_SIGNAL, LOSS_SIGNAL, Process, StartEr
 from services.tokenizer.listener import bind_port
 from services.tokenizer.service import main
 from services.wire.endpoints import Identity
-from services.wire.messages import (
-    PROTOCOL_VERSION,
-    Finish,
-    Goodbye,
-    HandshakeRefused,
-    Heartbeat,
-    Hello,
-    Role,
-    State,
-    Submit,
-)
+from services.wire.finish import Finish
+from services.wire.members import Goodbye, HandshakeRefused, Heartbeat, Hello, Role, State
+from services.wire.messages import PROTOCOL_VERSION
+from services.wire.requests import Submit
 from tests.unit.tokenizer.backend_peers import ROOT, Server, chunk
 from tests.unit.tokenizer.http_client import Connection, EventReader, request, text_of, wait_until
 from tests.unit.tokenizer.scripts import OK

@@ -16,7 +16,7 @@ from services.tokenizer.structured_output import json_grammar
 from services.tokenizer.tool_families import CallForm
 from services.tokenizer.tool_grammar import GrammarFrame, GrammarSetting, Thinking, answer_grammar
 from services.tokenizer.tool_requests import DeclaredFunction, ToolUse
-from services.wire.messages import Grammar, GrammarKind
+from services.wire.request_params import Grammar, GrammarKind
 from tests.unit.tokenizer.answer_texts import cut, parsed, tool_parser
 
 LIMITS = SchemaLimits(max_bytes=100_000, max_properties=100, max_depth=10)

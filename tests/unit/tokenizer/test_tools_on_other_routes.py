@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.wire.messages import Finish, GrammarKind
+from services.wire.finish import Finish
+from services.wire.request_params import GrammarKind
 from tests.unit.tokenizer import model_templates as templates
 from tests.unit.tokenizer.backend_peers import Server, write_small_model
 from tests.unit.tokenizer.http_client import Json, request

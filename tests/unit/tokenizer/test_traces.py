@@ -17,7 +17,10 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from services.runtime.service import StartError
 from services.tokenizer import otlp_endpoint
 from services.tokenizer.otlp_endpoint import check_export
-from services.wire.messages import Finish, HopReport, Role, Submit
+from services.wire.answers import HopReport
+from services.wire.finish import Finish
+from services.wire.members import Role
+from services.wire.requests import Submit
 from tests.unit.tokenizer.backend_peers import Server, chunk, takes_requests
 from tests.unit.tokenizer.http_client import Connection, EventReader, Json, Response, request, wait_until
 

@@ -19,7 +19,7 @@ from services.runtime.metrics import (
     snapshot,
 )
 from services.tokenizer.vllm_metrics import NAMES, USAGE_NAMES, VLLM_PREFIX, VllmCollector
-from services.wire.messages import MemberTelemetry, Role, State
+from services.wire.members import MemberTelemetry, Role, State
 
 # The samples that vLLM 0.10 exposes and its example dashboard asks for, by their full names.
 ASKED_FOR = {

@@ -27,7 +27,7 @@ from services.wire.endpoints import (
     tcp_endpoint,
 )
 from services.wire.errors import EndpointInUseError
-from services.wire.messages import Goodbye, Role
+from services.wire.members import Goodbye, Role
 from services.wire.transport import RouterPort
 from tests.sockets import Sockets, messages, receive, sockets
 

@@ -14,7 +14,8 @@ from services.wire import transport
 from services.wire.codec import encode
 from services.wire.errors import ProtocolError
 from services.wire.forms import MAX_FRAME_BYTES
-from services.wire.messages import Abort, Admitted, Goodbye, Heartbeat, State
+from services.wire.members import Goodbye, Heartbeat, State
+from services.wire.requests import Abort, Admitted
 from services.wire.transport import Port
 from tests.sockets import Sockets, messages, receive, sockets, wait_until
 

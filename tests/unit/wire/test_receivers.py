@@ -16,7 +16,7 @@ import uvloop
 import zmq
 
 from services.wire.codec import encode
-from services.wire.messages import Goodbye
+from services.wire.members import Goodbye
 from services.wire.transport import AsyncReceiver, BlockingReceiver, DealerPort, Port, RouterPort
 from tests.sockets import DEADLINE_S, Sockets, messages, receive, sockets
 
