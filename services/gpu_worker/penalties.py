@@ -25,6 +25,9 @@ from services.gpu_worker.row_lines import Picks, RowLines, TableLines, flat_inde
 from services.gpu_worker.uploads import Int64s, upload, upload_together
 from services.wire.request_params import LogitRules
 
+LEAST_REPETITION = 2.0**-10
+"""A smaller repetition penalty acts like this one: logits divided by almost nothing would be infinite, or pass a ban."""
+
 _FIRST_CAPACITY = 256  # ids listed before the list grows
 
 
@@ -78,9 +81,8 @@ class Penalties:
         self._seen[line].zero_().index_copy_(0, on_device, values.to(torch.int32))
         self._ids[line, : len(listed)] = on_device.to(torch.int32)
         self._num_ids[line] = len(listed)
-        factors = np.array(
-            [rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty], dtype=np.float32
-        )
+        repetition = max(rules.repetition_penalty, LEAST_REPETITION)
+        factors = np.array([repetition, rules.frequency_penalty, rules.presence_penalty], dtype=np.float32)
         self._factors[line] = upload(factors, self._device)
 
     def among(self, picks: Picks) -> PenalizedRows | None:

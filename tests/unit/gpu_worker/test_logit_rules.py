@@ -73,6 +73,16 @@ def test_smp_12_greedy_decoding_is_affected_too() -> None:
     assert sample(logits, sampling.groups(at.rows, at.positions)).token_ids.tolist() == [1]
 
 
+@pytest.mark.parametrize("repetition", [5e-324, 1.4e-45, 1e-6, 1e-3])
+@pytest.mark.parametrize("largest", [500.0, 1e-30])
+def test_smp_12_the_least_penalty_leaves_numbers_and_stays_below_a_ban(repetition: float, largest: float) -> None:
+    wanted = rules(repetition=repetition, frequency=-2, presence=-2, stops=[0], min_tokens=9)
+    changed = apply(wanted, [0, 1], [0, 2], [largest, largest, -largest, 0.0])
+    assert changed[0] == -math.inf  # held open: no penalty brings it back
+    assert all(math.isfinite(value) for value in changed[1:])
+    assert changed[1] >= largest
+
+
 def test_smp_03_ids_that_the_model_does_not_have_change_nothing() -> None:
     """The tokenizer answers 400; should one come nevertheless, no row and no process is harmed."""
     wanted = rules(
