@@ -26,7 +26,7 @@ from services.gpu_worker.uploads import Int64s, upload, upload_together
 from services.wire.request_params import LogitRules
 
 LEAST_REPETITION = 2.0**-10
-"""A smaller repetition penalty acts like this one: logits divided by almost nothing would be infinite, or pass a ban."""
+"""A smaller repetition penalty acts like this one: logits divided by almost nothing are infinite, or pass a ban."""
 
 _FIRST_CAPACITY = 256  # ids listed before the list grows
 
