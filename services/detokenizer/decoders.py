@@ -10,7 +10,7 @@ It must never let one answer's fault touch another: a row that raises ends its o
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -22,7 +22,7 @@ from services.runtime.logs import about
 from services.wire.answers import DecodeOpen, TokensProduced
 from services.wire.columns import split_by_counts, unpack_int32, unpack_request_ids
 from services.wire.finish import Finish
-from services.wire.logprob_columns import LogprobRun, split_logprobs
+from services.wire.logprob_columns import LogprobRun, runs_of_rows
 
 _Row: TypeAlias = tuple[int, list[int], Finish, LogprobRun | None]  # first index, ids, why it ends, log-probabilities
 K = TypeVar("K")
@@ -114,19 +114,14 @@ class Decoders:
             ProtocolError: the columns do not fit together; no row was taken.
         """
         counts = unpack_int32(batch.counts)
-        runs = split_by_counts(unpack_int32(batch.token_ids), counts)
-        logprobs_of: Sequence[LogprobRun | None] = ()
-        if batch.logprob_counts:  # nearly never: a batch in which nobody asked pays nothing
-            entries = unpack_int32(batch.logprob_counts)
-            logprobs_of = split_logprobs(entries, batch.logprob_ids, batch.logprobs, counts)
         rows = zip(
             unpack_request_ids(batch.request_ids),
             unpack_int32(batch.attempts),
             unpack_int32(batch.first_indexes),
-            runs,
+            split_by_counts(unpack_int32(batch.token_ids), counts),
             [_finish_of[value] for value in batch.finishes],
             unpack_int32(batch.cached_tokens),
-            logprobs_of or [None] * len(counts),
+            runs_of_rows(batch, counts),
             strict=True,
         )
         for request_id, attempt, first_index, token_ids, finish, cached_tokens, logprobs in rows:

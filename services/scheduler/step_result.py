@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
 from services.scheduler.request import Request
 from services.wire.columns import split_by_counts, unpack_int32, unpack_request_ids
 from services.wire.errors import ProtocolError
 from services.wire.finish import Finish
-from services.wire.logprob_columns import LogprobRun, split_logprobs
+from services.wire.logprob_columns import LogprobRun, runs_of_rows
 from services.wire.steps import StepResult
 
 
@@ -31,17 +30,13 @@ def rows_of(result: StepResult) -> dict[int, RowResult]:
     rows = unpack_int32(result.rows)
     try:
         counts = unpack_int32(result.counts)
-        logprobs: Sequence[LogprobRun | None] = [None] * len(rows)
-        if result.logprob_counts:
-            entries = unpack_int32(result.logprob_counts)
-            logprobs = split_logprobs(entries, result.logprob_ids, result.logprobs, counts)
         columns = zip(
             unpack_request_ids(result.request_ids),
             unpack_int32(result.attempts),
             unpack_int32(result.first_indexes),
             split_by_counts(unpack_int32(result.token_ids), counts),
             map(_FINISHES.__getitem__, result.finishes),
-            logprobs,
+            runs_of_rows(result, counts),
             strict=True,
         )
         by_row = dict(zip(rows, columns, strict=True))

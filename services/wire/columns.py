@@ -9,8 +9,11 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
+from typing import TypeVar
 
 from services.wire.errors import ProtocolError
+
+Number = TypeVar("Number", int, float)
 
 _IS_BIG_ENDIAN = sys.byteorder == "big"
 REQUEST_ID_BYTES = 16
@@ -18,40 +21,22 @@ REQUEST_ID_BYTES = 16
 
 def pack_int32(values: Iterable[int]) -> bytes:
     """Packs integers of [-2**31, 2**31) as little-endian int32; OverflowError outside that range."""
-    column = array("i", values)
-    if _IS_BIG_ENDIAN:
-        column.byteswap()
-    return column.tobytes()
+    return _little_endian(array("i", values)).tobytes()
 
 
 def unpack_int32(column: bytes) -> list[int]:
     """The integers of an int32 column; ProtocolError when the length is not a multiple of 4."""
-    if len(column) % 4:
-        raise ProtocolError(f"int32 column of {len(column)} bytes")
-    values = array("i")
-    values.frombytes(column)
-    if _IS_BIG_ENDIAN:
-        values.byteswap()
-    return values.tolist()
+    return _filled(array("i"), column).tolist()
 
 
 def pack_float32(values: Iterable[float]) -> bytes:
     """Packs numbers as little-endian float32; infinities pass."""
-    column = array("f", values)
-    if _IS_BIG_ENDIAN:
-        column.byteswap()
-    return column.tobytes()
+    return _little_endian(array("f", values)).tobytes()
 
 
 def unpack_float32(column: bytes) -> list[float]:
     """The numbers of a float32 column; ProtocolError when the length is not a multiple of 4."""
-    if len(column) % 4:
-        raise ProtocolError(f"float32 column of {len(column)} bytes")
-    values = array("f")
-    values.frombytes(column)
-    if _IS_BIG_ENDIAN:
-        values.byteswap()
-    return values.tolist()
+    return _filled(array("f"), column).tolist()
 
 
 def pack_request_ids(request_ids: Iterable[bytes]) -> bytes:
@@ -78,3 +63,17 @@ def split_by_counts(values: list[int], counts: list[int]) -> list[list[int]]:
     if start != len(values):
         raise ProtocolError(f"counts add up to {start}, column holds {len(values)}")
     return runs
+
+
+def _filled(values: array[Number], column: bytes) -> array[Number]:
+    if len(column) % values.itemsize:
+        raise ProtocolError(f"{len(column)} bytes are no column of {values.itemsize}-byte numbers")
+    values.frombytes(column)
+    return _little_endian(values)
+
+
+def _little_endian(values: array[Number]) -> array[Number]:
+    """The same array with its bytes turned where the machine's order is the other one."""
+    if _IS_BIG_ENDIAN:
+        values.byteswap()
+    return values

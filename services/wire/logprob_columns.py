@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from services.wire.columns import pack_int32
+from services.wire.columns import pack_int32, unpack_int32
 
 ENTRY_BYTES = 4  # of an id, and of a value
 
@@ -41,15 +42,30 @@ class LogprobRun:
         return LogprobRun(counts, self.ids[start_byte:end_byte], self.values[start_byte:end_byte])
 
 
-def split_logprobs(counts: Sequence[int], ids: bytes, values: bytes, row_counts: Iterable[int]) -> list[LogprobRun]:
-    """Cuts the columns of a checked message into its rows.
+class LogprobColumns(Protocol):
+    """A checked message with columns of log-probabilities."""
 
-    Args:
-        counts: entries of each output id of the batch.
-        ids: the entries' ids.
-        values: the entries' values.
-        row_counts: output ids of each row.
-    """
+    @property
+    def logprob_counts(self) -> bytes:
+        """Entries of each output id of the batch, int32; empty when nobody asked."""
+
+    @property
+    def logprob_ids(self) -> bytes:
+        """The entries' ids, int32."""
+
+    @property
+    def logprobs(self) -> bytes:
+        """The entries' values, float32."""
+
+
+def runs_of_rows(batch: LogprobColumns, row_counts: Sequence[int]) -> Sequence[LogprobRun | None]:
+    """A run for each row, whose numbers of output ids are `row_counts`; None for each when nobody asked."""
+    if not batch.logprob_counts:  # nearly always: such a batch pays nothing
+        return [None] * len(row_counts)
+    return _split(unpack_int32(batch.logprob_counts), batch.logprob_ids, batch.logprobs, row_counts)
+
+
+def _split(counts: Sequence[int], ids: bytes, values: bytes, row_counts: Iterable[int]) -> list[LogprobRun]:
     runs: list[LogprobRun] = []
     first = start_byte = 0
     for num_ids in row_counts:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.logprob_record import LogprobRecord
 from services.wire.columns import pack_float32, pack_int32, unpack_float32, unpack_int32
-from services.wire.logprob_columns import LogprobRun, join_logprobs, split_logprobs
+from services.wire.logprob_columns import LogprobRun, join_logprobs, runs_of_rows
 
 Entries = list[list[tuple[int, float]]]  # of consecutive ids
 
 ENTRIES = st.lists(
     st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(width=32, allow_nan=False)), max_size=4), max_size=6
 )
+
+
+@dataclass
+class Columns:
+    """Those of a message."""
+
+    logprob_counts: bytes
+    logprob_ids: bytes
+    logprobs: bytes
 
 
 def run_of(entries: Entries) -> LogprobRun:
@@ -36,9 +47,14 @@ def test_rows_that_are_joined_are_cut_again(rows: list[tuple[Entries, bool]]) ->
     """Rows that did not ask come back as ids without entries."""
     row_counts = [len(entries) for entries, _ in rows]
     runs = [run_of(entries) if asks else None for entries, asks in rows]
-    counts, ids, values = join_logprobs(runs, row_counts)
-    again = split_logprobs(unpack_int32(counts), ids, values, row_counts)
-    assert [entries_of(run) for run in again] == [entries if asks else [[]] * len(entries) for entries, asks in rows]
+    batch = Columns(*join_logprobs(runs, row_counts))
+    again = runs_of_rows(batch, row_counts)
+    if not batch.logprob_counts:
+        assert again == [None] * len(rows)
+        return
+    assert [run and entries_of(run) for run in again] == [
+        entries if asks else [[]] * len(entries) for entries, asks in rows
+    ]
 
 
 @given(ENTRIES, st.integers(0, 8), st.integers(0, 8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from services.wire.columns import (
     pack_int32,
     pack_request_ids,
     split_by_counts,
+    unpack_float32,
     unpack_int32,
     unpack_request_ids,
 )
@@ -37,8 +39,12 @@ def test_request_ids_come_back_and_odd_lengths_are_refused() -> None:
     assert unpack_request_ids(b"") == []
     with pytest.raises(ProtocolError):
         unpack_request_ids(bytes(17))
-    with pytest.raises(ProtocolError):
-        unpack_int32(bytes(5))
+
+
+@pytest.mark.parametrize("unpack", [unpack_int32, unpack_float32])
+def test_columns_of_numbers_are_whole(unpack: Callable[[bytes], object]) -> None:
+    with pytest.raises(ProtocolError, match="5 bytes are no column of 4-byte numbers"):
+        unpack(bytes(5))
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4)))
