@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from services.gpu_worker.scheduler_link import SchedulerLink
 from services.gpu_worker.start_up import ReadyWorker
-from services.runtime.metrics import PREFIX, counter, gauge, histogram
+from services.runtime.histogram import Histogram
+from services.runtime.metrics import counter, gauge, histogram
 from services.wire.steps import StepResult
 
-_STEP_BUCKETS_S = (
+_STEP_BOUNDS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.065, 0.08, 0.1, 0.125, 0.15, 0.2, 0.25, 0.35, 0.5,
     1.0, 2.5, 10.0,
 )  # fmt: skip
@@ -38,10 +39,7 @@ class WorkerInstruments(Collector):
         self._worker = worker
         self._link = link
         self._counters = Counters()
-        self._step_seconds = Histogram(
-            f"{PREFIX}worker_step_seconds", "Time of a step, from its plan to its result",
-            buckets=_STEP_BUCKETS_S, registry=registry,
-        )  # fmt: skip
+        self._step_seconds = Histogram(_STEP_BOUNDS_S)
         registry.register(self)
 
     def count(self, result: StepResult, num_tokens: int) -> None:
@@ -59,18 +57,19 @@ class WorkerInstruments(Collector):
         counters, worker, stats = self._counters, self._worker, self._link.port.stats
         kv_bytes = counters.num_computed_tokens * worker.kv_bytes_per_token
         refused = self._link.num_refused + stats.rejected
-        yield _counter("steps", "Forward passes", counters.num_steps)
-        yield _counter("computed_tokens", "Tokens computed, of prompts and answers", counters.num_computed_tokens)
-        yield _counter("sampled_tokens", "Tokens sampled", counters.num_sampled_tokens)
-        yield _counter("failed_rows", "Rows that failed in a step", counters.num_failed_rows)
-        yield _counter("forward_seconds", "Time of forward passes", counters.forward_us / 1e6)
-        yield _counter("kv_write_bytes", "Keys and values written to the pool", kv_bytes)
-        yield _counter("refused_messages", "Plans, messages and frames dropped", refused)
+        yield counter("worker_steps", counters.num_steps)
+        yield counter("worker_computed_tokens", counters.num_computed_tokens)
+        yield counter("worker_sampled_tokens", counters.num_sampled_tokens)
+        yield counter("worker_failed_rows", counters.num_failed_rows)
+        yield counter("worker_forward_seconds", counters.forward_us / 1e6)
+        yield counter("worker_kv_write_bytes", kv_bytes)
+        yield counter("worker_refused_messages", refused)
+        yield histogram("worker_step_seconds", self._step_seconds)
         yield from self._grammars()
-        yield _gauge("held_rows", "Rows that requests hold", worker.state.num_held)
-        yield _gauge("kv_pool_bytes", "Size of the KV pool", worker.num_pool_bytes)
-        yield _gauge("chunk_tokens", "Prefill chunk that was measured", worker.card.chunk_tokens)
-        yield _gauge("outbox_frames", "Frames that wait to be sent", stats.outbox_frames)
+        yield gauge("worker_held_rows", worker.state.num_held)
+        yield gauge("worker_kv_pool_bytes", worker.num_pool_bytes)
+        yield gauge("worker_chunk_tokens", worker.card.chunk_tokens)
+        yield gauge("worker_outbox_frames", stats.outbox_frames)
 
     def _grammars(self) -> Iterable[Metric]:
         rows, compiler = self._worker.grammars, self._worker.grammars.compiler
@@ -83,11 +82,3 @@ class WorkerInstruments(Collector):
         yield counter("worker_killed_grammar_children", compiler.num_children_killed)
         yield counter("worker_forced_tokens", rows.num_forced)
         yield gauge("worker_kept_grammars", compiler.num_templates)
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(f"{PREFIX}worker_{name}", text, value=value)
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"{PREFIX}worker_{name}", text, value=value)

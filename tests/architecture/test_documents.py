@@ -222,28 +222,12 @@ def test_flags_of_the_server_exist(name: str) -> None:
 
 
 def metric_names(path: Path) -> set[tuple[str, str]]:
-    """(name without prefix, kind) of every metric that an instruments module makes.
-
-    Such a module hands a name to a function of `runtime.metrics`; or writes it as `f"{PREFIX}steps"`; or as
-    `f"{PREFIX}worker_{name}"` in a loop over a dictionary from names, or in a function that is called with names.
-    """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    found: set[tuple[str, str]] = {(name, kind) for call in _calls_of(tree) for name, kind in _made_by_name(call)}
-    for scope in [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.FunctionDef)]:
-        for call in _calls_of(scope):
-            for start, variable in _templates(call):
-                kind = _kind(call)
-                if not variable:
-                    found.add((start, kind))
-                elif isinstance(scope, ast.For):
-                    found |= {(start + name, kind) for name in _keys(tree, scope)}
-                elif variable in {argument.arg for argument in scope.args.args}:
-                    found |= {(start + name, kind) for name in _first_arguments(tree, scope.name)}
-    return found
+    """(name without prefix, kind) of every metric that a module makes with the makers of `runtime.metrics`."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    return {(name, kind) for call in calls for name, kind in _made_by(call)}
 
 
-def _made_by_name(call: ast.Call) -> Iterator[tuple[str, str]]:
-    """The metric that a call of one of the makers in `runtime.metrics` makes."""
+def _made_by(call: ast.Call) -> Iterator[tuple[str, str]]:
     match call:
         case ast.Call(func=ast.Name(id=maker), args=[ast.Constant(value=str(name)), *_]) if maker in MAKERS:
             yield name, _kind(call)
@@ -251,58 +235,9 @@ def _made_by_name(call: ast.Call) -> Iterator[tuple[str, str]]:
             pass
 
 
-def _calls_of(scope: ast.AST) -> Iterator[ast.Call]:
-    yield from (node for node in ast.walk(scope) if isinstance(node, ast.Call))
-
-
-def _templates(call: ast.Call) -> Iterator[tuple[str, str]]:
-    """(text after the prefix, variable or "") of the metric names among a call's arguments."""
-    for argument in call.args:
-        match argument:
-            case ast.JoinedStr(values=[ast.FormattedValue(value=ast.Name(id="PREFIX")), ast.Constant(value=str(text))]):
-                yield text, ""
-            case ast.JoinedStr(
-                values=[
-                    ast.FormattedValue(value=ast.Name(id="PREFIX")),
-                    ast.Constant(value=str(text)),
-                    ast.FormattedValue(value=ast.Name(id=variable)),
-                ]
-            ):
-                yield text, variable
-            case _:
-                pass
-
-
 def _kind(call: ast.Call) -> str:
     made = ast.unparse(call.func)
     return next((kind for kind in ("counter", "gauge") if kind in made.lower()), "histogram")
-
-
-def _keys(tree: ast.Module, loop: ast.For) -> set[str]:
-    """The keys of the dictionary literal that a loop `for name, ... in X.items()` runs over.
-
-    Within a function the nearest one above the loop counts.
-    """
-    match loop.iter:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id=variable), attr="items")):
-            assigned = [
-                node.value
-                for node in ast.walk(tree)
-                if isinstance(node, ast.Assign)
-                and isinstance(node.value, ast.Dict)
-                and ast.unparse(node.targets[0]) == variable
-                and node.lineno < loop.lineno
-            ]
-            nearest = max(assigned, key=lambda value: value.lineno)
-            return {key.value for key in nearest.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
-        case _:
-            return set()
-
-
-def _first_arguments(tree: ast.Module, function: str) -> set[str]:
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == function]
-    first = [call.args[0] for call in calls]
-    return {node.value for node in first if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 TEXTS_OF_ROLES = {
