@@ -83,8 +83,8 @@ def messages(received: list[tuple[Port, Envelope]]) -> list[object]:
     return [envelope.message for _, envelope in received]
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Asks until the answer is yes; fails after DEADLINE_S. The condition itself waits for something."""
-    deadline = time.monotonic() + DEADLINE_S
+def wait_until(condition: Callable[[], bool], within_s: float = DEADLINE_S) -> None:
+    """Asks until the answer is yes; fails after that time. The condition itself waits for something."""
+    deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "waited too long"

@@ -20,16 +20,10 @@ from services.wire.endpoints import Identity
 from services.wire.members import ForeignHello, Goodbye, HandshakeRefused, Heartbeat, Hello, Role, State, Welcome
 from services.wire.messages import PROTOCOL_VERSION
 from services.wire.transport import DealerPort, RouterPort
-from tests.sockets import Sockets, messages, receive, sockets, wait_until
+from tests.sockets import Sockets, messages, receive, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 Start = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture
-def made() -> Iterator[Sockets]:
-    with sockets() as made:
-        yield made
 
 
 @pytest.fixture

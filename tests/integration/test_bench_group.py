@@ -6,14 +6,13 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bench.pipeline import Group, free_port
 from services.runtime.config import Settings
-from tests.sockets import Sockets, sockets
+from tests.sockets import Sockets
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -36,12 +35,6 @@ def test_every_stream_of_the_pipeline_has_the_text_that_it_must_have(tmp_path: P
     assert report["worker"]["steps"] >= 40
     assert {"machine", "commit", "command"} <= set(report)
     assert "| scheduler" in result.stdout
-
-
-@pytest.fixture
-def made() -> Iterator[Sockets]:
-    with sockets() as made:
-        yield made
 
 
 def run_load(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:

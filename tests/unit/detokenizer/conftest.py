@@ -1,9 +1,10 @@
-"""Real vocabularies for the detokenizer's tests."""
+"""Real vocabularies, and a detokenizer process with its peers."""
 
 from __future__ import annotations
 
 import base64
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,15 @@ import pytest
 from services.detokenizer.incremental import TokenPieces
 from services.model_files.source import open_model
 from services.model_files.vocabulary import load_vocabulary
+from tests.unit.detokenizer.peers import Group
+
+
+@pytest.fixture(scope="module")
+def group(smollm2_path: Path) -> Iterator[Group]:
+    group = Group(smollm2_path)
+    group.add_tokenizer()
+    yield group
+    group.close()
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,14 +17,6 @@ from services.wire.members import Heartbeat, Role
 from services.wire.request_params import TextParams
 from tests.unit.detokenizer.peers import Group
 from tests.unit.detokenizer.test_detokenizer_decoders import LEFT, A, B, Table, opening, produced
-
-
-@pytest.fixture(scope="module")
-def group(smollm2_path: Path) -> Iterator[Group]:
-    group = Group(smollm2_path)
-    group.add_tokenizer()
-    yield group
-    group.close()
 
 
 def test_a_turn_is_work_by_its_rows_and_waiting_for_the_rest() -> None:

@@ -29,14 +29,6 @@ Told = TypeVar("Told", DecodeFailed, Resend, StopFound)
 Row = tuple[int, list[int], int, str, Finish, int]  # first index, ids, offset, text, finish, completion tokens
 
 
-@pytest.fixture(scope="module")
-def group(smollm2_path: Path) -> Iterator[Group]:
-    group = Group(smollm2_path)
-    group.add_tokenizer()
-    yield group
-    group.close()
-
-
 @pytest.fixture
 def new_group(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[Group]:
     """A process of its own; flags come as the fixture's parameter."""

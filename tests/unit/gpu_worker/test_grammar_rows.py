@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -52,20 +53,24 @@ def vocabulary(smollm2_path: Path) -> Vocabulary:
     return load_vocabulary(open_model(smollm2_path))
 
 
-@pytest.fixture
-def rows(compiler: GrammarCompiler) -> Iterator[GrammarRows]:
-    rows = GrammarRows(compiler, WIDTH, jumps_ahead=True)
+@contextmanager
+def new_rows(compiler: GrammarCompiler, jumps_ahead: bool) -> Iterator[GrammarRows]:
+    rows = GrammarRows(compiler, WIDTH, jumps_ahead)
     yield rows
     if rows._thread is not None:
         rows._thread.shutdown()
+
+
+@pytest.fixture
+def rows(compiler: GrammarCompiler) -> Iterator[GrammarRows]:
+    with new_rows(compiler, jumps_ahead=True) as rows:
+        yield rows
 
 
 @pytest.fixture
 def steady_rows(compiler: GrammarCompiler) -> Iterator[GrammarRows]:
-    rows = GrammarRows(compiler, WIDTH, jumps_ahead=False)
-    yield rows
-    if rows._thread is not None:
-        rows._thread.shutdown()
+    with new_rows(compiler, jumps_ahead=False) as rows:
+        yield rows
 
 
 def new_row(row: int, grammar: Grammar, output: list[int] | None = None, num_logprobs: int = -1) -> NewRow:

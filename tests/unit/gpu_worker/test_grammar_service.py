@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +10,12 @@ import pytest
 
 from services.model_files.source import open_model
 from services.model_files.tokenizer import LoadedTokenizer, load_tokenizer
-from services.runtime.config import Settings
 from services.wire.finish import Finish
 from services.wire.request_params import Grammar, GrammarKind, SamplingParams
 from services.wire.steps import CompileGrammar, GrammarCompiled
-from tests.sockets import Sockets, sockets
+from tests.sockets import sockets
 from tests.unit.gpu_worker.plan_writer import PlanWriter, Request
-from tests.unit.gpu_worker.worker_peer import TestScheduler, worker_settings, worker_thread
+from tests.unit.gpu_worker.worker_peer import TestScheduler, serving, worker_settings
 
 END = 2
 PERSON = Grammar(
@@ -40,14 +37,6 @@ TOO_HARD = Grammar(GrammarKind.REGEX, "(")
 @pytest.fixture(scope="module")
 def tokenizer(smollm2_path: Path) -> LoadedTokenizer:
     return load_tokenizer(open_model(smollm2_path))
-
-
-@contextmanager
-def serving(settings: Settings, net: Sockets) -> Iterator[TestScheduler]:
-    scheduler = TestScheduler(net)
-    with worker_thread(settings):
-        scheduler.wait_ready()
-        yield scheduler
 
 
 def compiled(scheduler: TestScheduler, *grammars: Grammar) -> list[str]:
@@ -94,7 +83,7 @@ def test_answers_keep_to_their_grammars_and_jumping_changes_none(
     for jumps in (True, False):
         with sockets() as net:
             settings = replace(worker_settings(smollm2_path, net.directory), jump_ahead=jumps, max_model_len=256)
-            with serving(settings, net) as scheduler:
+            with serving(settings, net) as (scheduler, _):
                 assert compiled(scheduler, PERSON, CHOICE, TOO_HARD)[:2] == ["", ""]
                 requests = people(tokenizer, 4)
                 requests[3].sampling = replace(requests[3].sampling, grammar=CHOICE)
@@ -112,7 +101,7 @@ def test_answers_keep_to_their_grammars_and_jumping_changes_none(
 def test_str_01_a_bad_grammar_is_answered_with_its_problem_and_the_worker_lives(
     smollm2_path: Path, tokenizer: LoadedTokenizer
 ) -> None:
-    with sockets() as net, serving(worker_settings(smollm2_path, net.directory), net) as scheduler:
+    with sockets() as net, serving(worker_settings(smollm2_path, net.directory), net) as (scheduler, _):
         problems = compiled(scheduler, TOO_HARD, PERSON, TOO_HARD)
         assert "unclosed group" in problems[0]
         assert problems[1:] == ["", problems[0]]

@@ -6,7 +6,6 @@ tests/integration/reference/logprobs.json was made by transformers in float32 fr
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from services.model_files.source import open_model
 from services.wire.request_params import PromptParams, SamplingParams, Task
 from tests.unit.gpu_worker.plan_writer import Entries, Request
 from tests.unit.gpu_worker.step_bench import CPU, Bench, new_bench
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_TOP = 5
 WITHIN = 1e-3
@@ -36,14 +37,6 @@ class _Asked:
 
     request: Request
     reference: dict[str, Any]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -5,31 +5,30 @@ The grammar here is arithmetic: what may follow an id is a function of it. After
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from bench.random_checkpoints import Shape, write_checkpoint
 from services.gpu_worker.bit_masks import pack_ids
 from services.gpu_worker.grammar_seam import GrammarMasks
 from services.gpu_worker.plan_check import PlanError
-from services.gpu_worker.weights import LoadedModel, load_model
-from services.model_files.source import open_model
+from services.gpu_worker.weights import LoadedModel
 from services.wire.columns import unpack_int32
 from services.wire.finish import Finish
 from services.wire.request_params import Grammar, GrammarKind, SamplingParams
 from services.wire.steps import NewRow
 from tests.unit.gpu_worker.plan_writer import GREEDY, Request
 from tests.unit.gpu_worker.rule_reference import rules
-from tests.unit.gpu_worker.step_bench import CPU, NUM_OUTPUTS, new_bench
+from tests.unit.gpu_worker.step_bench import NUM_OUTPUTS, new_bench
+from tests.unit.gpu_worker.worker_peer import SHAPE
 
-VOCAB_SIZE = 120
-SHAPE = Shape(vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_layers=2)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCAB_SIZE = SHAPE.vocab_size
 GRAMMAR = Grammar(GrammarKind.REGEX, "arithmetic")
 BROKEN = Grammar(GrammarKind.REGEX, "broken")
 
@@ -93,20 +92,6 @@ class Arithmetic:
             forced.append(followers)
         self.num_forced += sum(map(len, forced))
         return forced
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    folder: Path = write_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama", SHAPE)
-    return load_model(open_model(folder), CPU)
 
 
 def new_requests() -> list[Request]:

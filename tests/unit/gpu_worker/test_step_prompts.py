@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,9 @@ from tests.unit.gpu_worker.plan_writer import GREEDY, Request
 from tests.unit.gpu_worker.step_bench import CPU, NUM_OUTPUTS, Bench, new_bench
 from tests.unit.gpu_worker.tiny_models import VOCAB_SIZE, TinyModel, make_tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = (1, 2, 13, 30, 7)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from bench.random_checkpoints import Shape, write_checkpoint
 from services.gpu_worker.attention.reference import ReferenceAttention
-from services.gpu_worker.weights import LoadedModel, load_model
-from services.model_files.source import open_model
+from services.gpu_worker.weights import LoadedModel
 from services.wire.finish import Finish
 from services.wire.request_params import LogitRules, SamplingParams
 from tests.unit.gpu_worker.plan_writer import GREEDY, Request
 from tests.unit.gpu_worker.rule_reference import ruled, rules
-from tests.unit.gpu_worker.step_bench import CPU, NUM_OUTPUTS, new_bench
+from tests.unit.gpu_worker.step_bench import NUM_OUTPUTS, new_bench
 from tests.unit.gpu_worker.step_driver import StepDriver
 
-SHAPE = Shape(vocab_size=120, hidden_size=32, intermediate_size=48, num_layers=2)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = [[7, 3, 7], [1] * 9, [20, 30, 40, 50, 60, 20], [119], [5, 4, 3, 2, 1]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    folder: Path = write_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama", SHAPE)
-    return load_model(open_model(folder), CPU)
 
 
 def plain_outputs(model: LoadedModel, prompt: list[int], wanted: LogitRules | None) -> list[int]:

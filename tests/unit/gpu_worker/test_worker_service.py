@@ -34,6 +34,7 @@ from tests.unit.gpu_worker.worker_peer import (
     SHAPE,
     TestScheduler,
     new_requests,
+    serving,
     worker_thread,
 )
 
@@ -104,9 +105,7 @@ def test_a_scheduler_that_refuses_ends_the_worker(settings: Settings, net: Socke
 def test_requests_together_get_the_tokens_that_they_get_alone(
     settings: Settings, net: Sockets, alone: list[list[int]]
 ) -> None:
-    with worker_thread(settings):
-        scheduler = TestScheduler(net)
-        scheduler.wait_ready()
+    with serving(settings, net) as (scheduler, _):
         requests = new_requests()
         scheduler.generate(scheduler.new_writer(), requests)
         assert [request.output for request in requests] == alone
@@ -115,9 +114,7 @@ def test_requests_together_get_the_tokens_that_they_get_alone(
 def test_plans_sent_ahead_are_run_in_order_and_each_is_answered(
     settings: Settings, net: Sockets, alone: list[list[int]]
 ) -> None:
-    with worker_thread(settings):
-        scheduler = TestScheduler(net)
-        scheduler.wait_ready()
+    with serving(settings, net) as (scheduler, _):
         writer, requests = scheduler.new_writer(), new_requests()
         scheduler.send(writer.plan(*((request, 3) for request in requests)))
         for _ in range(4):
@@ -130,9 +127,7 @@ def test_plans_sent_ahead_are_run_in_order_and_each_is_answered(
 
 
 def test_a_result_is_not_held_back_until_the_next_plan(settings: Settings, net: Sockets) -> None:
-    with worker_thread(settings):
-        scheduler = TestScheduler(net)
-        scheduler.wait_ready()
+    with serving(settings, net) as (scheduler, _):
         result = scheduler.run(scheduler.new_writer().plan((Request(1, [5, 6]), 2)))
         assert (result.epoch, result.step) == (scheduler.epoch, 0)
         assert unpack_int32(result.counts) == [1]
@@ -151,9 +146,7 @@ def test_smp_02_a_nan_row_fails_alone_and_its_neighbours_go_on(
         return hidden
 
     monkeypatch.setattr(ModelRunner, "hidden", poisoned)
-    with worker_thread(settings):
-        scheduler = TestScheduler(net)
-        scheduler.wait_ready()
+    with serving(settings, net) as (scheduler, _):
         writer, requests = scheduler.new_writer(), new_requests()
         writer.take(scheduler.run(writer.plan(*((request, 3) for request in requests))))
         writer.take(scheduler.run(writer.plan(*((request, 1) for request in requests))))
@@ -169,9 +162,7 @@ def test_smp_02_a_nan_row_fails_alone_and_its_neighbours_go_on(
 
 
 def test_counts_travel_in_heartbeats(settings: Settings, net: Sockets) -> None:
-    with worker_thread(settings):
-        scheduler = TestScheduler(net)
-        scheduler.wait_ready()
+    with serving(settings, net) as (scheduler, _):
         scheduler.generate(scheduler.new_writer(), new_requests())
         count = len(scheduler.all_of(Heartbeat))
         beat = scheduler.wait_for(Heartbeat, count + 2)[-1]
@@ -191,9 +182,7 @@ def test_counts_travel_in_heartbeats(settings: Settings, net: Sockets) -> None:
 def test_prc_05_garbage_and_foreign_messages_are_dropped_and_it_goes_on(
     settings: Settings, net: Sockets, alone: list[list[int]]
 ) -> None:
-    with worker_thread(settings):
-        scheduler = TestScheduler(net)
-        scheduler.wait_ready()
+    with serving(settings, net) as (scheduler, _):
         writer, requests = scheduler.new_writer(), new_requests()
         for junk in (b"", b"\xc1", b"\x91\x28", os.urandom(50)):
             scheduler.port.socket.send_multipart([scheduler.worker, junk])
@@ -213,9 +202,7 @@ def test_prc_05_garbage_and_foreign_messages_are_dropped_and_it_goes_on(
 
 
 def test_a_lost_plan_ends_the_process_and_says_which(settings: Settings, net: Sockets) -> None:
-    with worker_thread(settings) as worker:
-        scheduler = TestScheduler(net)
-        scheduler.wait_ready()
+    with serving(settings, net) as (scheduler, worker):
         scheduler.send(replace(scheduler.new_writer().plan(), step=3))
         error = worker.wait_ended(scheduler)
         assert isinstance(error, PlanError)
@@ -223,9 +210,7 @@ def test_a_lost_plan_ends_the_process_and_says_which(settings: Settings, net: So
 
 
 def test_a_plan_for_a_row_that_nobody_holds_ends_the_process(settings: Settings, net: Sockets) -> None:
-    with worker_thread(settings) as worker:
-        scheduler = TestScheduler(net)
-        scheduler.wait_ready()
+    with serving(settings, net) as (scheduler, worker):
         plan = scheduler.new_writer().plan((Request(1, [5]), 1))
         scheduler.send(replace(plan, new_rows=()))
         assert isinstance(worker.wait_ended(scheduler), PlanError)
@@ -234,9 +219,7 @@ def test_a_plan_for_a_row_that_nobody_holds_ends_the_process(settings: Settings,
 def test_a_scheduler_started_anew_is_greeted_and_starts_from_step_0(
     settings: Settings, net: Sockets, alone: list[list[int]]
 ) -> None:
-    with worker_thread(settings):
-        scheduler = TestScheduler(net)
-        scheduler.wait_ready()
+    with serving(settings, net) as (scheduler, _):
         scheduler.generate(scheduler.new_writer(), new_requests(), 2)
         count = len(scheduler.all_of(Hello))
         scheduler.epoch += 1

@@ -23,6 +23,7 @@ from tests.unit.gpu_worker.worker_peer import (
     ROOT,
     TestScheduler,
     new_requests,
+    serving,
     start_process,
     worker_thread,
 )
@@ -30,9 +31,7 @@ from tests.unit.gpu_worker.worker_peer import (
 
 def test_a_silent_scheduler_ends_the_worker(settings: Settings, net: Sockets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "SILENCE_LIMIT_S", 0.6)
-    with worker_thread(settings) as worker:
-        scheduler = TestScheduler(net)
-        scheduler.wait_ready()
+    with serving(settings, net) as (scheduler, worker):
         scheduler.wait_for(Heartbeat, len(scheduler.all_of(Heartbeat)) + 1)
         error = worker.wait_ended()
         assert isinstance(error, SchedulerLostError)
@@ -42,9 +41,7 @@ def test_a_silent_scheduler_ends_the_worker(settings: Settings, net: Sockets, mo
 def test_told_to_stop_it_finishes_what_is_planned_and_says_goodbye(
     settings: Settings, net: Sockets, alone: list[list[int]]
 ) -> None:
-    with worker_thread(settings) as worker:
-        scheduler = TestScheduler(net)
-        scheduler.wait_ready()
+    with serving(settings, net) as (scheduler, worker):
         requests = new_requests()
         writer = scheduler.new_writer()
         scheduler.generate(writer, requests, 1)

@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from bench.random_checkpoints import Shape, write_checkpoint
 from services.gpu_worker.step_inputs import StepInputs
-from services.gpu_worker.weights import LoadedModel, load_model
-from services.model_files.source import open_model
+from services.gpu_worker.weights import LoadedModel
 from services.wire.finish import Finish
 from services.wire.request_params import SamplingParams
 from services.wire.steps import StepPlan
 from tests.unit.gpu_worker.plan_writer import GREEDY, Request
-from tests.unit.gpu_worker.step_bench import CPU, NUM_OUTPUTS, new_bench
+from tests.unit.gpu_worker.step_bench import NUM_OUTPUTS, new_bench
+from tests.unit.gpu_worker.worker_peer import SHAPE
 
-SHAPE = Shape(vocab_size=120, hidden_size=32, intermediate_size=48, num_layers=2)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WARM = SamplingParams(1.3, 0.95, 0, 0.0, 42, 0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    folder = write_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama", SHAPE)
-    return load_model(open_model(folder), CPU)
 
 
 def new_requests(count: int = 5) -> list[Request]:

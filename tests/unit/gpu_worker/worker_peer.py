@@ -160,6 +160,15 @@ def worker_thread(settings: Settings) -> Iterator[WorkerThread]:
         worker.wait_ended()
 
 
+@contextmanager
+def serving(settings: Settings, net: Sockets) -> Iterator[tuple[TestScheduler, WorkerThread]]:
+    """A worker that is ready to take plans, and the scheduler that it has joined."""
+    with worker_thread(settings) as worker:
+        scheduler = TestScheduler(net)
+        scheduler.wait_ready()
+        yield scheduler, worker
+
+
 def start_process(**settings: object) -> subprocess.Popen[str]:
     """`python -m services.gpu_worker` with settings in its environment, as the launcher starts it."""
     environment = {f"TOKENWAY_{name.upper()}": str(value) for name, value in settings.items()}

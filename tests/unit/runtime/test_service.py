@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from services.runtime.config import Settings
-from services.runtime.service import OrphanError, Process, StartError
+from services.runtime.service import HURRY_SIGNAL, LOSS_SIGNAL, OrphanError, Process, StartError
 from services.wire.endpoints import Identity
 from services.wire.errors import EndpointInUseError
 from services.wire.members import Role
-from tests.sockets import DEADLINE_S, Sockets, sockets, wait_until
+from tests.sockets import DEADLINE_S, Sockets, wait_until
 
 STOPPABLE = """
 import sys
@@ -32,7 +32,7 @@ def main(process):
     print("ready", flush=True)
     while not process.is_stopping:
         receiver.receive_batch(600)
-    print("stopping", flush=True)
+    print("stopping", process.drain_timeout_s, process.has_lost_peer, flush=True)
     sys.stdin.read()
 
 run_service(Role.SCHEDULER, main)
@@ -57,20 +57,13 @@ child.wait()
 
 
 @pytest.fixture
-def made() -> Iterator[Sockets]:
-    with sockets() as made:
-        yield made
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+def start() -> Iterator[Callable[[], subprocess.Popen[str]]]:
     """Starts a stoppable process and waits until it is ready."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start(script: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", STOPPABLE, "--drain-timeout-s", "7.5"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         processes.append(process)
         assert next_line(process) == "ready"
         return process
@@ -95,32 +88,45 @@ def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_is_noticed_in_the_midst_of_a_wait(
-    start: Callable[[str], subprocess.Popen[str]], number: signal.Signals
+    start: Callable[[], subprocess.Popen[str]], number: signal.Signals
 ) -> None:
-    process = start(STOPPABLE)
+    process = start()
     sent = time.monotonic()
     process.send_signal(number)
-    assert next_line(process) == "stopping"
+    assert next_line(process).startswith("stopping ")
     assert time.monotonic() - sent < 10  # it waits for 600
     process.communicate()
     assert process.returncode == 0
 
 
-def test_prc_03_ctrl_c_and_the_parents_sigterm_are_one_stop(start: Callable[[str], subprocess.Popen[str]]) -> None:
-    process = start(STOPPABLE)
+def test_prc_03_ctrl_c_and_the_parents_sigterm_are_one_stop(start: Callable[[], subprocess.Popen[str]]) -> None:
+    process = start()
     process.send_signal(signal.SIGINT)
-    assert next_line(process) == "stopping"
+    assert next_line(process).startswith("stopping ")
     process.send_signal(signal.SIGTERM)
     process.communicate()
     assert process.returncode == 0
 
 
-def test_a_second_signal_of_a_kind_ends_the_process_at_once(start: Callable[[str], subprocess.Popen[str]]) -> None:
-    process = start(STOPPABLE)
+def test_a_second_signal_of_a_kind_ends_the_process_at_once(start: Callable[[], subprocess.Popen[str]]) -> None:
+    process = start()
     process.send_signal(signal.SIGTERM)
-    assert next_line(process) == "stopping"
+    assert next_line(process).startswith("stopping ")
     process.send_signal(signal.SIGTERM)
     assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(signal.SIGTERM, "7.5 False"), (HURRY_SIGNAL, "0.0 False"), (LOSS_SIGNAL, "0.0 True")]
+)
+def test_a_stopping_process_drains_unless_it_is_hurried(
+    start: Callable[[], subprocess.Popen[str]], number: signal.Signals, said: str
+) -> None:
+    process = start()
+    process.send_signal(number)
+    assert next_line(process) == f"stopping {said}"
+    process.communicate()
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("error", ["StartError", "EndpointInUseError", "HandshakeError"])

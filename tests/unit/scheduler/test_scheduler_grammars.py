@@ -16,7 +16,7 @@ from services.wire.requests import Abort, Admitted, Refused, Resend
 from services.wire.steps import CompileGrammar, GrammarCompiled, StepPlan
 from tests.unit.scheduler.core_driver import Driver, new_limits
 from tests.unit.scheduler.fake_worker import new_submit
-from tests.unit.scheduler.scheduler_group import Pipeline, id_of, run_all, running_pipeline
+from tests.unit.scheduler.scheduler_group import Peer, Pipeline, id_of, run_all, running_pipeline
 
 PROMPT = list(range(1, 12))
 
@@ -187,19 +187,12 @@ def test_a_request_that_is_submitted_again_meanwhile_waits_under_its_new_attempt
         assert not pipeline.tokenizer.of(Refused)
 
 
-def test_a_lost_detokenizer_refuses_who_was_not_admitted() -> None:
+@pytest.mark.parametrize("role", ["detokenizer", "gpu_worker"])
+def test_a_lost_peer_refuses_who_was_not_admitted(role: str) -> None:
     with running_pipeline() as pipeline:
         pipeline.tokenizer.send(new_submit(1, PROMPT, 5, grammar="a+"))
         asked(pipeline)
-        pipeline.detokenizer.send(pipeline.detokenizer.session.goodbye())
-        refused = refusal_of(pipeline)
-        assert (refused.status, refused.code) == (503, "backend_lost")
-
-
-def test_a_lost_worker_refuses_who_was_not_admitted() -> None:
-    with running_pipeline() as pipeline:
-        pipeline.tokenizer.send(new_submit(1, PROMPT, 5, grammar="a+"))
-        asked(pipeline)
-        pipeline.gpu_worker.send(pipeline.gpu_worker.session.goodbye())
+        peer: Peer = getattr(pipeline, role)
+        peer.send(peer.session.goodbye())
         refused = refusal_of(pipeline)
         assert (refused.status, refused.code) == (503, "backend_lost")

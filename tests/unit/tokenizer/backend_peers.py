@@ -19,8 +19,9 @@ from services.wire.endpoints import ipc_endpoint
 from services.wire.finish import Finish
 from services.wire.members import State
 from services.wire.requests import Submit
-from tests.unit.tokenizer.http_client import Connection, Response, request, wait_until
-from tests.unit.tokenizer.played_backend import CONTEXT, DEADLINE_S, READY_LOAD, Backend
+from tests.sockets import DEADLINE_S, wait_until
+from tests.unit.tokenizer.http_client import Connection, Response, request
+from tests.unit.tokenizer.played_backend import CONTEXT, READY_LOAD, Backend
 from tests.unit.tokenizer.small_models import small_model
 
 __all__ = ["CONTEXT", "READY_LOAD", "Server", "chunk", "join", "takes_requests", "write_small_model"]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from services.wire.members import Role
+from tests.sockets import wait_until
 from tests.unit.tokenizer.backend_peers import READY_LOAD, Server, write_small_model
-from tests.unit.tokenizer.http_client import request, wait_until
+from tests.unit.tokenizer.http_client import request
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
-DEADLINE_S = 20.0
+from tests.sockets import DEADLINE_S
+
 Json = dict[str, Any]
 
 
@@ -180,10 +180,3 @@ def text_of(events: list[Json], index: int = 0) -> str:
     """The text of one choice in the events of a stream."""
     choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
     return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)
-
-
-def wait_until(condition: Any, within_s: float = DEADLINE_S) -> None:
-    """Asks until the answer is yes; each asking is itself a wait for the server's answer."""
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited too long"

@@ -18,11 +18,11 @@ from services.wire.members import Heartbeat, Hello, Member, MemberTelemetry, Rol
 from services.wire.messages import PROTOCOL_VERSION
 from services.wire.requests import Abort, Acknowledge, Admitted, Load, Refused, Resend, Submit
 from services.wire.transport import BlockingReceiver, DealerPort, RouterPort
-from tests.unit.tokenizer.http_client import request, wait_until
+from tests.sockets import DEADLINE_S, wait_until
+from tests.unit.tokenizer.http_client import request
 
 T = TypeVar("T")
 R = TypeVar("R", Resend, Acknowledge, Abort)
-DEADLINE_S = 20.0
 CONTEXT = 8192
 READY_LOAD = Load(
     state=State.READY,

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from services.runtime.config import Settings
 from services.tokenizer.connection_limits import ConnectionCounts, ConnectionLimits
+from tests.sockets import wait_until
 from tests.unit.tokenizer.backend_peers import Server, takes_requests
-from tests.unit.tokenizer.http_client import Connection, Response, metric, request, wait_until
+from tests.unit.tokenizer.http_client import Connection, Response, metric, request
 from tests.unit.tokenizer.scripts import OK, answering
 
 TEXT_PATH = "/v1/completions"

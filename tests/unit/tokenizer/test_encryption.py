@@ -18,8 +18,9 @@ from services.tokenizer.encryption import encryption_of
 from services.tokenizer.service import main
 from services.wire.endpoints import Identity
 from services.wire.members import Role
+from tests.sockets import wait_until
 from tests.unit.tokenizer.backend_peers import Server
-from tests.unit.tokenizer.http_client import Connection, EventReader, text_of, wait_until
+from tests.unit.tokenizer.http_client import Connection, EventReader, text_of
 from tests.unit.tokenizer.scripts import answering
 
 TEXT = ["Hello", " 世界", " 🙂"]

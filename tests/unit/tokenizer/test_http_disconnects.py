@@ -9,8 +9,9 @@ import pytest
 
 from services.wire.finish import Finish
 from services.wire.requests import Submit
+from tests.sockets import wait_until
 from tests.unit.tokenizer.backend_peers import Server, chunk, join
-from tests.unit.tokenizer.http_client import Connection, EventReader, Json, metric, request, text_of, wait_until
+from tests.unit.tokenizer.http_client import Connection, EventReader, Json, metric, request, text_of
 from tests.unit.tokenizer.scripts import OK
 
 TEXT_PATH = "/v1/completions"

@@ -24,8 +24,9 @@ from services.wire.finish import Finish
 from services.wire.members import Heartbeat, Member, MemberTelemetry, Role, Roster, State, Telemetry, Welcome
 from services.wire.messages import PROTOCOL_VERSION
 from services.wire.requests import Admitted, Refused, Submit
+from tests.sockets import wait_until
 from tests.unit.tokenizer.backend_peers import READY_LOAD, Server, chunk
-from tests.unit.tokenizer.http_client import metric, request, wait_until
+from tests.unit.tokenizer.http_client import metric, request
 from tests.unit.tokenizer.scripts import OK
 
 

@@ -9,9 +9,10 @@ from services.wire.finish import Finish
 from services.wire.members import Role
 from services.wire.request_params import PromptParams
 from services.wire.requests import Submit
+from tests.sockets import wait_until
 from tests.unit.tokenizer.backend_peers import Server, chunk
 from tests.unit.tokenizer.field_requests import CHAT, NUM, submits_of
-from tests.unit.tokenizer.http_client import Connection, EventReader, Json, request, text_of, wait_until
+from tests.unit.tokenizer.http_client import Connection, EventReader, Json, request, text_of
 from tests.unit.tokenizer.logprob_chunks import Entries, prompt_logprobs, with_logprobs
 
 TEXT_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"

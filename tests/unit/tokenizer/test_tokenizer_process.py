@@ -24,8 +24,9 @@ from services.wire.finish import Finish
 from services.wire.members import Goodbye, HandshakeRefused, Heartbeat, Hello, Role, State
 from services.wire.messages import PROTOCOL_VERSION
 from services.wire.requests import Submit
+from tests.sockets import wait_until
 from tests.unit.tokenizer.backend_peers import ROOT, Server, chunk
-from tests.unit.tokenizer.http_client import Connection, EventReader, request, text_of, wait_until
+from tests.unit.tokenizer.http_client import Connection, EventReader, request, text_of
 from tests.unit.tokenizer.scripts import OK
 
 TEXT_PATH = "/v1/completions"

@@ -21,8 +21,9 @@ from services.wire.answers import HopReport
 from services.wire.finish import Finish
 from services.wire.members import Role
 from services.wire.requests import Submit
+from tests.sockets import wait_until
 from tests.unit.tokenizer.backend_peers import Server, chunk, takes_requests
-from tests.unit.tokenizer.http_client import Connection, EventReader, Json, Response, request, wait_until
+from tests.unit.tokenizer.http_client import Connection, EventReader, Json, Response, request
 
 TEXT_PATH = "/v1/completions"
 KEYS = {"one": {"Authorization": "Bearer one"}, "two": {"Authorization": "Bearer two"}}

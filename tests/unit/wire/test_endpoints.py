@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ from services.wire.endpoints import (
 from services.wire.errors import EndpointInUseError
 from services.wire.members import Goodbye, Role
 from services.wire.transport import RouterPort
-from tests.sockets import Sockets, messages, receive, sockets
+from tests.sockets import Sockets, messages, receive
 
 HOLDER = """
 import os, sys, zmq
@@ -38,12 +37,6 @@ port = RouterPort(zmq.Context(), sys.argv[1])
 print("bound", flush=True)
 sys.stdin.read()
 """
-
-
-@pytest.fixture
-def made() -> Iterator[Sockets]:
-    with sockets() as made:
-        yield made
 
 
 @pytest.fixture

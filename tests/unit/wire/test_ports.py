@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
 
 import pytest
 import zmq
@@ -17,15 +16,9 @@ from services.wire.forms import MAX_FRAME_BYTES
 from services.wire.members import Goodbye, Heartbeat, State
 from services.wire.requests import Abort, Admitted
 from services.wire.transport import Port
-from tests.sockets import Sockets, messages, receive, sockets, wait_until
+from tests.sockets import Sockets, messages, receive, wait_until
 
 PEER = b"tokenizer/t/0000000000000001"
-
-
-@pytest.fixture
-def made() -> Iterator[Sockets]:
-    with sockets() as made:
-        yield made
 
 
 def numbers(items: list[object]) -> list[int]:

@@ -8,7 +8,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -18,15 +18,9 @@ import zmq
 from services.wire.codec import encode
 from services.wire.members import Goodbye
 from services.wire.transport import AsyncReceiver, BlockingReceiver, DealerPort, Port, RouterPort
-from tests.sockets import DEADLINE_S, Sockets, messages, receive, sockets
+from tests.sockets import DEADLINE_S, Sockets, messages, receive
 
 Runner = Callable[[Coroutine[Any, Any, None]], None]
-
-
-@pytest.fixture
-def made() -> Iterator[Sockets]:
-    with sockets() as made:
-        yield made
 
 
 @pytest.fixture(params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
