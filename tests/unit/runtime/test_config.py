@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from services.runtime.config import Settings, SettingsError, inherited_environment, load_settings
+from services.runtime.config import (
+    Settings,
+    SettingsError,
+    inherited_environment,
+    load_settings,
+    set_library_variable,
+)
 
 
 @pytest.fixture
@@ -47,6 +54,12 @@ def test_a_child_inherits_no_setting_that_the_launcher_was_given(monkeypatch: py
     environment = inherited_environment()
     assert "TOKENWAY_PORT" not in environment
     assert environment["HF_HOME"] == "/somewhere"
+
+
+def test_what_a_library_is_told_is_there_for_it_and_for_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    set_library_variable("OMP_WAIT_POLICY", "PASSIVE")
+    assert os.environ["OMP_WAIT_POLICY"] == inherited_environment()["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 @pytest.mark.parametrize(
