@@ -18,7 +18,6 @@ Give = Callable[[str], None]
 _STRING_RUN = re.compile(r'[^"\\\x00-\x1f]+')
 _SCALAR_RUN = re.compile(r"[-+.0-9A-Za-z]+")
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
-_HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _CLOSERS = {"{": "}", "[": "]"}
 
 
@@ -129,13 +128,7 @@ def _copy_blanks(source: TextSource, give: Give) -> Waiting[str]:
 
 def _copy_scalar(source: TextSource, give: Give) -> Waiting[None]:
     """A number or a word: known to be whole only when something else follows."""
-    pieces: list[str] = []
-    while (yield from source.peek()):
-        run = source.take_run(_SCALAR_RUN)
-        if not run:
-            break
-        pieces.append(run)
-    text = "".join(pieces)
+    text = yield from source.take_runs(_SCALAR_RUN)
     if not _SCALAR.fullmatch(text):
         raise NotMarkupError
     give(text)
@@ -147,10 +140,4 @@ def _escape(source: TextSource) -> Waiting[str]:
     if kind and kind in '"\\/bfnrt':
         return "\\" + source.take()
     yield from source.expect("u")
-    digits = ""
-    for _ in range(4):
-        digit = yield from source.peek()
-        if digit not in _HEX_DIGITS:
-            raise NotMarkupError
-        digits += source.take()
-    return "\\u" + digits
+    return "\\u" + (yield from source.take_hex(4))

@@ -22,7 +22,6 @@ _STRING_RUNS = {"'": re.compile(r"[^'\\]+"), '"': re.compile(r'[^"\\]+')}
 _ESCAPES = {"n": "\\n", "t": "\\t", "r": "\\r", "b": "\\b", "f": "\\f", "\\": "\\\\", '"': '\\"', "'": "'", "/": "/",
             "a": "\\u0007", "v": "\\u000b", "0": "\\u0000", "\n": ""}  # fmt: skip
 _NUM_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
-_HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 
 
 def copy_literal(source: TextSource, give: Give) -> Waiting[None]:
@@ -105,27 +104,15 @@ def _escape(source: TextSource) -> Waiting[str]:
         return _ESCAPES[source.take()]
     if kind not in _NUM_HEX_DIGITS:
         return "\\\\"
-    digits = ""
     source.take()
-    for _ in range(_NUM_HEX_DIGITS[kind]):
-        digit = yield from source.peek()
-        if digit not in _HEX_DIGITS:
-            raise NotMarkupError
-        digits += source.take()
-    number = int(digits, 16)
+    number = int((yield from source.take_hex(_NUM_HEX_DIGITS[kind])), 16)
     if number > 0x10FFFF:
         raise NotMarkupError
     return json.dumps(chr(number))[1:-1]
 
 
 def _copy_word(source: TextSource, give: Give) -> Waiting[None]:
-    pieces: list[str] = []
-    while (yield from source.peek()):
-        run = source.take_run(_WORD_RUN)
-        if not run:
-            break
-        pieces.append(run)
-    text = "".join(pieces)
+    text = yield from source.take_runs(_WORD_RUN)
     give(_WORDS[text] if text in _WORDS else _number(text))
 
 

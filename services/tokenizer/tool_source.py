@@ -22,6 +22,7 @@ _Result = TypeVar("_Result")
 Waiting: TypeAlias = Generator[None, None, _Result]
 """Reads from a source; yields where it needs more text, returns when it is done."""
 
+_HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _BLANK_RUN = re.compile(r"[ \t\n\r]+")
 
 
@@ -69,6 +70,29 @@ class TextSource:
         """Takes what matches here, as far as the piece goes; "" if nothing does."""
         found = pattern.match(self._piece, self._at)
         return self._advance(found.end()) if found else ""
+
+    def take_runs(self, pattern: re.Pattern[str]) -> Waiting[str]:
+        """Takes what matches here, through as many pieces as it goes on; "" if nothing does."""
+        runs: list[str] = []
+        while (yield from self.peek()):
+            run = self.take_run(pattern)
+            if not run:
+                break
+            runs.append(run)
+        return "".join(runs)
+
+    def take_hex(self, num_digits: int) -> Waiting[str]:
+        """Takes hexadecimal digits.
+
+        Raises:
+            NotMarkupError: something else is among them.
+        """
+        digits = ""
+        for _ in range(num_digits):
+            if (yield from self.peek()) not in _HEX_DIGITS:
+                raise NotMarkupError
+            digits += self.take()
+        return digits
 
     def take_before(self, character: str) -> str:
         """Takes what comes before a character, or the rest of the piece without it."""
