@@ -73,13 +73,22 @@ def checked_schema(schema: object, param: str, limits: SchemaLimits) -> dict[str
         return {}
     if not isinstance(schema, dict):
         raise bad_field(param, "a JSON schema is an object")
+    check_size(schema, param, limits)
+    return _Copy(schema, param, limits).whole()
+
+
+def check_size(schema: Mapping[str, object], param: str, limits: SchemaLimits) -> None:
+    """What holds for every schema, also for one that only the model reads.
+
+    Raises:
+        ApiError: 400 naming the field.
+    """
     try:
         num_bytes = len(json.dumps(schema, ensure_ascii=False).encode())
     except RecursionError:
         raise bad_field(param, "the schema is nested too deeply") from None
     if num_bytes > limits.max_bytes:
         raise bad_field(param, f"the schema has {num_bytes} bytes, at most {limits.max_bytes} are taken")
-    return _Copy(schema, param, limits).whole()
 
 
 @dataclass(slots=True)

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.tokenizer.api_error import ApiError, Code, bad_field
-from services.tokenizer.json_schema_check import SchemaLimits, checked_schema
+from services.tokenizer.json_schema_check import SchemaLimits, check_size, checked_schema
 from services.tokenizer.openai_schema import ChatBody
 
 MAX_TOOLS = 128
@@ -148,21 +147,11 @@ def _function(value: object, place: str, limits: SchemaLimits, ignored: dict[str
         raise bad_field(f"{place}.strict", "must be true or false")
     parameters = function.get("parameters")
     if parameters is not None:
-        _check_size(_object(parameters, f"{place}.parameters"), f"{place}.parameters", limits)
+        check_size(_object(parameters, f"{place}.parameters"), f"{place}.parameters", limits)
     general = re.sub(r"\[\d+\]", "[]", place)
     ignored.update((f"{general}.{key}", None) for key in function if key not in _FUNCTION_KEYS)
     schema = None if parameters is None else _object(parameters, place)
     return DeclaredFunction(name, description or "", schema, bool(strict), f"{place}.parameters")
-
-
-def _check_size(schema: Mapping[str, object], param: str, limits: SchemaLimits) -> None:
-    """What holds for every tool, also for one whose schema only the model reads."""
-    try:
-        num_bytes = len(json.dumps(schema, ensure_ascii=False).encode())
-    except RecursionError:
-        raise bad_field(param, "the schema is nested too deeply") from None
-    if num_bytes > limits.max_bytes:
-        raise bad_field(param, f"the schema has {num_bytes} bytes, at most {limits.max_bytes} are taken")
 
 
 def _object(value: object, place: str) -> Mapping[str, object]:
