@@ -4,48 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from services.tokenizer.answer_parts import NOTHING, AnswerDelta, AnswerEnd, TokenLogprobs
-from services.tokenizer.api_error import ApiError
+from services.tokenizer.answer_parts import NOTHING, AnswerDelta, AnswerEnd
 from services.tokenizer.chat_words import CHAT_WORDS, ChatWords
 from services.tokenizer.logprob_forms import TokenDisplay
 from services.tokenizer.openai_chunks import (
     AnswerHead,
-    ChunkFrame,
+    ChunkFormat,
     body_of,
     ids_of,
     logprobs_of,
     prompt_logprobs_of,
     timings_beside,
 )
-from services.tokenizer.sse import DONE, KEEP_ALIVE, error_event, json_string
 from services.wire.request_params import NO_LOGPROBS
 
 
-class ChatFormat:
+class ChatFormat(ChunkFormat):
     """One request's answers in OpenAI's chat form."""
 
-    __slots__ = ("_display", "_frame", "_head", "_prefixes", "_suffix", "_words")
+    __slots__ = ("_words",)
+
+    text_place = (b'"delta":{"content":', b"}")
 
     def __init__(
         self, head: AnswerHead, num_answers: int, words: ChatWords = CHAT_WORDS, display: TokenDisplay | None = None
     ) -> None:
         """`display` is None for answers that show nothing of their tokens."""
-        self._head = head
+        super().__init__(head, "chat.completion.chunk", num_answers, display)
         self._words = words
-        self._display = display
-        self._frame = ChunkFrame(head, "chat.completion.chunk")
-        before = b'%b,"choices":[{"index":%d,"delta":{"content":'
-        self._prefixes = [before % (self._frame.start, choice) for choice in range(num_answers)]
-        self._suffix = b'},"logprobs":null,"finish_reason":null}]' + self._frame.tail
 
     def opening(self, choice: int) -> bytes:
         """The first chunk, which says the role."""
         beside = self._prompt_ids() if choice == 0 else {}
         return self._chunk(choice, {"role": "assistant", "content": ""}, NOTHING, beside=beside)
-
-    def text(self, choice: int, text: str) -> bytes:
-        """A chunk of nothing but text, made of bytes that were prepared; `delta` is the long way."""
-        return self._prefixes[choice] + json_string(text) + self._suffix
 
     def delta(self, choice: int, delta: AnswerDelta) -> bytes:
         """A chunk for each part; ids and probabilities are in the last one."""
@@ -59,18 +50,6 @@ class ChatFormat:
     def finish(self, choice: int, end: AnswerEnd) -> bytes:
         """The last chunk of an answer: no text, the reason."""
         return self._chunk(choice, {}, end.rest, end)
-
-    def ending(self, usage: Mapping[str, object]) -> bytes:
-        """The usage chunk if it is wanted, and [DONE]."""
-        return self._frame.ending(usage)
-
-    def error(self, error: ApiError) -> bytes:
-        """The error, and [DONE]."""
-        return error_event(error) + DONE
-
-    def keep_alive(self) -> bytes:
-        """A comment."""
-        return KEEP_ALIVE
 
     def body(
         self, answers: Sequence[Sequence[AnswerDelta]], ends: Sequence[AnswerEnd], usage: Mapping[str, object]
@@ -118,9 +97,3 @@ class ChatFormat:
     def _prompt_ids(self) -> dict[str, object]:
         display = self._display
         return {"prompt_token_ids": list(display.prompts[0])} if display is not None and display.shows_ids else {}
-
-    def _prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, object]:
-        display = self._display
-        if display is None or display.num_prompt_logprobs == NO_LOGPROBS or not entries:
-            return {}
-        return {"prompt_logprobs": display.prompt_logprobs(entries)}

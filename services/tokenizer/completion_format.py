@@ -4,37 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, Text, TokenLogprobs
-from services.tokenizer.api_error import ApiError
+from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, Text
 from services.tokenizer.logprob_forms import CompletionLogprobs, TokenDisplay
 from services.tokenizer.openai_chunks import (
     AnswerHead,
-    ChunkFrame,
+    ChunkFormat,
     body_of,
     finish_reason,
     ids_of,
     prompt_logprobs_of,
     timings_beside,
 )
-from services.tokenizer.sse import DONE, KEEP_ALIVE, error_event, json_string
 from services.wire.request_params import NO_LOGPROBS
 
 _KIND = "text_completion"
 
 
-class CompletionFormat:
+class CompletionFormat(ChunkFormat):
     """One request's answers in OpenAI's form of text completions."""
 
-    __slots__ = ("_display", "_frame", "_head", "_logprobs", "_prefixes", "_suffix", "_untold")
+    __slots__ = ("_logprobs", "_untold")
+
+    text_place = (b'"text":', b"")
 
     def __init__(self, head: AnswerHead, num_answers: int, display: TokenDisplay | None = None) -> None:
         """`display` is None for answers that show nothing of their tokens."""
-        self._head = head
-        self._display = display
-        self._frame = ChunkFrame(head, _KIND)
-        before = b'%b,"choices":[{"index":%d,"text":'
-        self._prefixes = [before % (self._frame.start, choice) for choice in range(num_answers)]
-        self._suffix = b',"logprobs":null,"finish_reason":null}]' + self._frame.tail
+        super().__init__(head, _KIND, num_answers, display)
         has_logprobs = display is not None and display.num_logprobs != NO_LOGPROBS
         self._logprobs = [CompletionLogprobs(display) for _ in self._prefixes] if display and has_logprobs else []
         self._untold = set(range(num_answers)) if display and display.shows_ids else set()
@@ -42,10 +37,6 @@ class CompletionFormat:
     def opening(self, choice: int) -> bytes:
         """Nothing comes before the text."""
         return b""
-
-    def text(self, choice: int, text: str) -> bytes:
-        """A chunk of nothing but text, made of bytes that were prepared; `delta` is the long way."""
-        return self._prefixes[choice] + json_string(text) + self._suffix
 
     def delta(self, choice: int, delta: AnswerDelta) -> bytes:
         """A chunk of text, with its ids and probabilities."""
@@ -71,18 +62,6 @@ class CompletionFormat:
             **self._tokens_of(choice, end.rest),
         }
         return self._frame.chunk(said, {}, self._frame.tail_with(end.rest.usage, end.timings))
-
-    def ending(self, usage: Mapping[str, object]) -> bytes:
-        """The usage chunk if it is wanted, and [DONE]."""
-        return self._frame.ending(usage)
-
-    def error(self, error: ApiError) -> bytes:
-        """The error, and [DONE]."""
-        return error_event(error) + DONE
-
-    def keep_alive(self) -> bytes:
-        """A comment."""
-        return KEEP_ALIVE
 
     def body(
         self, answers: Sequence[Sequence[AnswerDelta]], ends: Sequence[AnswerEnd], usage: Mapping[str, object]
@@ -130,12 +109,6 @@ class CompletionFormat:
             self._untold.discard(choice)
             fields["prompt_token_ids"] = list(display.prompts[choice])
         return fields
-
-    def _prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, object]:
-        display = self._display
-        if display is None or display.num_prompt_logprobs == NO_LOGPROBS or not entries:
-            return {}
-        return {"prompt_logprobs": display.prompt_logprobs(entries)}
 
 
 def _text_of(delta: AnswerDelta) -> str:

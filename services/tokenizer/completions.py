@@ -6,7 +6,6 @@ refuse by load -> body -> names, types -> encode -> `generation`
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 from aiohttp import web
 
@@ -16,12 +15,11 @@ from services.tokenizer.chat_requests import ChatRequests
 from services.tokenizer.chat_words import CHAT_WORDS, LEGACY_CHAT_WORDS
 from services.tokenizer.completion_format import CompletionFormat
 from services.tokenizer.generation import Generation, GenerationCall
-from services.tokenizer.http_body import read_json_body
+from services.tokenizer.json_answer import answer_headers
 from services.tokenizer.logprob_forms import display_of
 from services.tokenizer.openai_chunks import AnswerHead
 from services.tokenizer.openai_schema import parse_completion
 from services.tokenizer.prompts import PromptMaker
-from services.tokenizer.request_body import Ignored
 from services.tokenizer.request_limits import ServedModel
 from services.tokenizer.request_names import names_in
 from services.tokenizer.submission import AnswersWanted
@@ -46,23 +44,20 @@ class Completions:
         Raises:
             ApiError: it is refused, or fails before its first byte.
         """
-        received_s = time.monotonic()
-        self._generation.refuse_if_unavailable()
-        fields = await read_json_body(request, self._settings)
-        chat = await self._chats.understand(fields)
+        received = await self._generation.receive(request)
+        chat = await self._chats.understand(received.fields)
         head = self._head("chatcmpl", chat.wanted)
         words = LEGACY_CHAT_WORDS if chat.has_legacy_calls else CHAT_WORDS
         return await self._generation.answer(
             GenerationCall(
-                request=request,
+                received=received,
                 wanted=chat.wanted,
                 format=ChatFormat(head, chat.wanted.num_answers, words, display_of(chat.wanted, self._texts)),
                 is_streamed=bool(chat.body.stream),
                 headers=answer_headers(head.answer_id, chat.ignored),
-                received_s=received_s,
                 parsers=chat.parsers,
                 prompt_param="messages",
-                names=names_in(fields),
+                names=names_in(received.fields),
             )
         )
 
@@ -72,10 +67,8 @@ class Completions:
         Raises:
             ApiError: it is refused, or fails before its first byte.
         """
-        received_s = time.monotonic()
-        self._generation.refuse_if_unavailable()
-        fields = await read_json_body(request, self._settings)
-        body, ignored = parse_completion(fields, self._settings)
+        received = await self._generation.receive(request)
+        body, ignored = parse_completion(received.fields, self._settings)
         self._generation.check_against_model(body)
         grammar = body.grammar(self._settings)
         prompts = await self._prompts.completions(body)
@@ -83,13 +76,12 @@ class Completions:
         head = self._head("cmpl", wanted)
         return await self._generation.answer(
             GenerationCall(
-                request=request,
+                received=received,
                 wanted=wanted,
                 format=CompletionFormat(head, wanted.num_answers, display_of(wanted, self._texts)),
                 is_streamed=bool(body.stream),
                 headers=answer_headers(head.answer_id, ignored),
-                received_s=received_s,
-                names=names_in(fields),
+                names=names_in(received.fields),
             )
         )
 
@@ -97,11 +89,3 @@ class Completions:
         answer_id = f"{kind}-{wanted.request_id.hex()}"
         has_usage_chunk = wanted.body.wants_usage_chunk
         return AnswerHead(answer_id, int(time.time()), self._model.name, has_usage_chunk, self._model.fingerprint)
-
-
-def answer_headers(answer_id: str, ignored: Ignored) -> Mapping[str, str]:
-    """The headers of every answer for tokens."""
-    headers = {"x-request-id": answer_id}
-    if ignored.names:
-        headers["x-ignored-fields"] = ignored.header
-    return headers

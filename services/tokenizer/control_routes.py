@@ -17,6 +17,7 @@ from services.runtime.config import Settings
 from services.tokenizer.api_error import bad_field
 from services.tokenizer.control_calls import ControlCalls
 from services.tokenizer.http_body import read_json_body
+from services.tokenizer.json_answer import json_answer
 from services.tokenizer.request_body import BodyForm
 from services.tokenizer.request_names import RequestNames
 from services.wire.controls import ControlAction
@@ -68,13 +69,13 @@ class ControlRoutes:
         """
         body, _ = ABORT_FORM.parse(await read_json_body(request, self._settings), self._settings)
         if body.abort_all:
-            return _json({"aborted_answers": await self._control.ask(ControlAction.ABORT_ALL)})
+            return json_answer({"aborted_answers": await self._control.ask(ControlAction.ABORT_ALL)})
         name = body.request_id or body.rid
         if name is None:
             raise bad_field("rid", "is required, unless abort_all is true")
         group_ids = self._group_ids(name)
         counts = [await self._control.ask(ControlAction.ABORT_GROUP, group_id) for group_id in group_ids]
-        return _json({"aborted_answers": sum(counts)})
+        return json_answer({"aborted_answers": sum(counts)})
 
     def _group_ids(self, name: str) -> list[bytes]:
         """What the scheduler calls the request; nothing when nobody knows it."""
@@ -85,8 +86,4 @@ class ControlRoutes:
     async def _do(self, request: web.BaseRequest, action: ControlAction, count_name: str) -> web.StreamResponse:
         if request.can_read_body:
             EMPTY_FORM.parse(await read_json_body(request, self._settings), self._settings)
-        return _json({count_name: await self._control.ask(action)})
-
-
-def _json(value: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+        return json_answer({count_name: await self._control.ask(action)})

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import time
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -18,13 +15,12 @@ from msgspec import Meta
 
 from services.runtime.config import Settings
 from services.tokenizer.api_error import Code, bad_field, internal_error
-from services.tokenizer.completions import answer_headers
 from services.tokenizer.generation import FinishedAnswers, Generation
-from services.tokenizer.http_body import read_json_body
+from services.tokenizer.json_answer import answer_headers, json_answer
 from services.tokenizer.prompts import PromptMaker
 from services.tokenizer.raw_inputs import RawInput, inputs_of
 from services.tokenizer.request_body import BodyForm
-from services.tokenizer.request_limits import ServedModel, check_token_ids
+from services.tokenizer.request_limits import ServedModel
 from services.tokenizer.sampling_body import SamplingBody
 from services.tokenizer.submission import AnswersWanted, Prompt
 from services.wire.request_params import PromptParams, Task
@@ -67,23 +63,21 @@ class Embeddings:
         Raises:
             ApiError: it is refused, or fails.
         """
-        received_s = time.monotonic()
-        self._generation.refuse_if_unavailable()
-        body, ignored = EMBEDDINGS_FORM.parse(await read_json_body(request, self._settings), self._settings)
+        received = await self._generation.receive(request)
+        body, ignored = EMBEDDINGS_FORM.parse(received.fields, self._settings)
         self._generation.check_model(body.model)
         if body.dimensions not in (None, self._model.embedding_size):
             problem = f"this model's embeddings have {self._model.embedding_size}"
             raise bad_field("dimensions", problem, Code.UNSUPPORTED_VALUE)
         wanted = AnswersWanted(PROMPT_ALONE, await self._encoded(body))
-        finished = await self._generation.collect(wanted, received_s)
+        finished = await self._generation.collect(wanted, received.time_s)
         answer = {
             "object": "list",
             "data": _items(body, finished),
             "model": self._model.name,
             "usage": prompt_usage(finished),
         }
-        headers = answer_headers(f"embd-{wanted.request_id.hex()}", ignored)
-        return web.Response(body=msgspec.json.encode(answer), content_type="application/json", headers=headers)
+        return json_answer(answer, answer_headers(f"embd-{wanted.request_id.hex()}", ignored))
 
     async def _encoded(self, body: EmbeddingsBody) -> list[Prompt]:
         items = inputs_of(body.input, "input")
@@ -93,13 +87,8 @@ class Embeddings:
         prompts: list[Prompt] = []
         for index, item in enumerate(items):
             param = "input" if len(items) == 1 else f"input[{index}]"
-            if isinstance(item, str):
-                adds = body.add_special_tokens is not False
-                token_ids: Sequence[int] = await self._prompts.text_ids(item, param, add_special_tokens=adds)
-                await asyncio.sleep(0)  # a thousand short texts are encoded on the loop: others get their turn
-            else:
-                token_ids = item
-                check_token_ids(token_ids, self._model, param)
+            adds = body.add_special_tokens is not False
+            token_ids = await self._prompts.raw_ids(item, param, add_special_tokens=adds)
             fitting = self._prompts.fitting(token_ids, 0, param)
             prompts.append(Prompt(fitting.token_ids, 0, asks=PromptParams(task=task)))
         return prompts

@@ -20,6 +20,7 @@ from services.runtime.config import Settings
 from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, AnswerFormat, ParserFactory
 from services.tokenizer.answer_sinks import CollectedAnswers, EventStream, StreamOptions
 from services.tokenizer.api_error import ApiError, Code
+from services.tokenizer.http_body import ReceivedRequest, read_json_body
 from services.tokenizer.http_connection import SERVER_NAME, ChunkedOutput, ClientConnection
 from services.tokenizer.instruments import HttpStatistics
 from services.tokenizer.logit_rules import RuleMaker, bias_of_ids
@@ -42,23 +43,21 @@ class GenerationCall:
     """A request for answers that has been understood.
 
     Attributes:
-        request: The client's.
+        received: The client's.
         wanted: The answers.
         format: How they are spelled.
         is_streamed: Events, or one body.
         headers: Those of the response that are the route's.
-        received_s: When the request came, by `time.monotonic`.
         parsers: Makes the parser of each answer; None gives texts as they are.
         prompt_param: The field that the prompt came in, for errors.
         names: What the client calls the request, for /abort_request.
     """
 
-    request: web.BaseRequest
+    received: ReceivedRequest
     wanted: AnswersWanted
     format: AnswerFormat
     is_streamed: bool
     headers: Mapping[str, str]
-    received_s: float
     parsers: ParserFactory | None = None
     prompt_param: str = "prompt"
     names: Sequence[str] = ()
@@ -79,7 +78,7 @@ class Generation:
     def __init__(
         self, settings: Settings, model: ServedModel, rules: RuleMaker, link: SchedulerLink, http: HttpStatistics
     ) -> None:
-        self._isolates_cache = settings.isolate_cache_by_key
+        self._settings = settings
         self._model = model
         self._rules = rules
         self._link = link
@@ -87,15 +86,15 @@ class Generation:
         self.names = RequestNames()
         """What clients call the requests that are open."""
 
-    def refuse_if_unavailable(self) -> None:
-        """To be called before a body is read: much is refused by the load alone.
+    async def receive(self, request: web.BaseRequest) -> ReceivedRequest:
+        """The request with its body, which is not read where the load alone is reason to refuse.
 
         Raises:
-            ApiError: 503: starting, draining, full.
+            ApiError: 503: starting, draining, full; and as `read_json_body`.
         """
-        error = self._link.ended or self._link.view.refusal(time.monotonic())
-        if error is not None:
-            raise error
+        time_s = time.monotonic()
+        self._refuse_if_unavailable()
+        return ReceivedRequest(request, await read_json_body(request, self._settings), time_s)
 
     @property
     def max_model_len(self) -> int:
@@ -139,10 +138,10 @@ class Generation:
                 error.param = call.wanted.grammar_param
             raise
         finally:
-            self._http.request_s.observe(time.monotonic() - call.received_s)
+            self._http.request_s.observe(time.monotonic() - call.received.time_s)
 
     async def _whole(self, call: GenerationCall) -> web.StreamResponse:
-        finished = await self.collect(call.wanted, call.received_s, call.parsers)
+        finished = await self.collect(call.wanted, call.received.time_s, call.parsers)
         body = call.format.body(finished.answers, finished.ends, finished.usage)
         return web.Response(body=body, content_type="application/json", headers=call.headers)
 
@@ -167,7 +166,7 @@ class Generation:
 
     async def _stream(self, call: GenerationCall) -> web.StreamResponse:
         events = EventStream(call.format, _pending(call.wanted, call.parsers))
-        opened = await self._open(call.wanted, events, call.received_s)
+        opened = await self._open(call.wanted, events, call.received.time_s)
         events.tell(_options(call, opened))
         try:
             await opened.admission
@@ -181,28 +180,34 @@ class Generation:
         self, wanted: AnswersWanted, sink: CollectedAnswers | EventStream, received_s: float
     ) -> OpenRequest:
         rules = await self._rules.rules(wanted.body)
-        self.refuse_if_unavailable()  # much may have happened while a long prompt was encoded
+        self._refuse_if_unavailable()  # much may have happened while a long prompt was encoded
         for prompt in wanted.prompts:
             self._http.prompt_tokens.observe(len(prompt.token_ids))
         record = present_record()
-        asker = Asker(record.tenant, self._isolates_cache, time.monotonic() - received_s, rules)
+        asker = Asker(record.tenant, self._settings.isolate_cache_by_key, time.monotonic() - received_s, rules)
         opened = self._link.submit(build_submits(wanted, self._model, asker), sink, received_s)
         record.opened(opened)
         return opened
 
+    def _refuse_if_unavailable(self) -> None:
+        error = self._link.ended or self._link.view.refusal(time.monotonic())
+        if error is not None:
+            raise error
+
     async def _write_events(self, call: GenerationCall, events: EventStream) -> web.StreamResponse:
         """Hands the connection to the stream; its chunks are written by the loop that receives them."""
-        connection = call.request.protocol
+        request = call.received.request
+        connection = request.protocol
         assert isinstance(connection, ClientConnection)
         response = web.StreamResponse(headers={**EVENT_STREAM_HEADERS, "Server": SERVER_NAME, **call.headers})
         if self._link.view.is_draining:
             response.force_close()
-        await response.prepare(call.request)
-        call.request.writer.send_headers()
+        await response.prepare(request)
+        request.writer.send_headers()
         self._http.num_open_streams += 1
         try:
             connection.on_writable = events.flush
-            events.open(ChunkedOutput(connection, is_chunked=call.request.version >= HttpVersion11))
+            events.open(ChunkedOutput(connection, is_chunked=request.version >= HttpVersion11))
             if await events.done is not None:
                 response.force_close()
             await response.write_eof()
@@ -238,7 +243,7 @@ def _pending(wanted: AnswersWanted, parsers: ParserFactory | None) -> list[Pendi
 def _options(call: GenerationCall, opened: OpenRequest) -> StreamOptions:
     """What a stream tells beside its answers."""
     body = call.wanted.body
-    has_ids = body.wants_event_ids or "Last-Event-ID" in call.request.headers
+    has_ids = body.wants_event_ids or "Last-Event-ID" in call.received.request.headers
     return StreamOptions(
         usage=lambda: usage_of(opened.entries, body.num_choices),
         timings=(lambda: timings_of(opened, body.num_choices)) if body.wants_timings else lambda: None,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
@@ -10,6 +12,15 @@ from aiohttp.web_protocol import RequestPayloadError
 from services.runtime.config import Settings
 from services.tokenizer.api_error import ApiError, Code
 from services.tokenizer.strict_json import decode_object
+
+
+@dataclass(frozen=True)
+class ReceivedRequest:
+    """A request whose body has been read: its JSON object, and when the request came, by `time.monotonic`."""
+
+    request: web.BaseRequest
+    fields: Mapping[str, object]
+    time_s: float
 
 
 async def read_json_body(request: web.BaseRequest, settings: Settings) -> dict[str, object]:

@@ -5,17 +5,14 @@ body -> checked -> a chat's fields -> `chat_requests` -> `generation`, with erro
 
 from __future__ import annotations
 
-import time
-
-import msgspec
 from aiohttp import web
 
 from services.runtime.config import Settings
 from services.tokenizer.api_error import ApiError
 from services.tokenizer.chat_requests import ChatRequests
-from services.tokenizer.completions import answer_headers
 from services.tokenizer.generation import Generation, GenerationCall
 from services.tokenizer.http_body import read_json_body
+from services.tokenizer.json_answer import answer_headers, json_answer
 from services.tokenizer.messages_format import MessagesFormat
 from services.tokenizer.messages_schema import COUNT_FORM, MESSAGES_FORM, chat_of
 from services.tokenizer.request_limits import ServedModel
@@ -36,9 +33,8 @@ class Messages:
         Raises:
             ApiError: it is refused, or fails before its first byte.
         """
-        received_s = time.monotonic()
-        self._generation.refuse_if_unavailable()
-        body, ignored = MESSAGES_FORM.parse(await read_json_body(request, self._settings), self._settings)
+        received = await self._generation.receive(request)
+        body, ignored = MESSAGES_FORM.parse(received.fields, self._settings)
         words = chat_of(body)
         try:
             chat = await self._chats.understand(words.fields)
@@ -47,12 +43,11 @@ class Messages:
             headers = answer_headers(answer_id, ignored.with_dropped(chat.ignored.names, self._settings))
             return await self._generation.answer(
                 GenerationCall(
-                    request=request,
+                    received=received,
                     wanted=chat.wanted,
                     format=MessagesFormat(answer_id, self._model.name, num_prompt_tokens),
                     is_streamed=bool(body.stream),
                     headers={**headers, "request-id": answer_id},
-                    received_s=received_s,
                     parsers=chat.parsers,
                     prompt_param="messages",
                 )
@@ -72,6 +67,4 @@ class Messages:
             token_ids = await self._chats.token_ids(words.fields)
         except ApiError as error:
             raise words.in_clients_words(error) from None
-        answer = msgspec.json.encode({"input_tokens": len(token_ids)})
-        headers = {"x-ignored-fields": ignored.header} if ignored.names else {}
-        return web.Response(body=answer, content_type="application/json", headers=headers)
+        return json_answer({"input_tokens": len(token_ids)}, ignored.headers)

@@ -18,7 +18,7 @@ import msgspec
 from services.tokenizer.answer_blocks import Block, BlockKind, blocks_of
 from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, Part, Reasoning, Text, ToolCallStart
 from services.tokenizer.api_error import ApiError
-from services.tokenizer.named_events import named_event
+from services.tokenizer.sse import named_event
 from services.wire.finish import Finish
 
 _ERROR_TYPES = {

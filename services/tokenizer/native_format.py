@@ -14,11 +14,9 @@ import msgspec
 from services.model_files.vocabulary import Vocabulary
 from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, Text, TokenLogprobs
 from services.tokenizer.api_error import ApiError
-from services.tokenizer.named_events import one_line_json
-from services.tokenizer.sse import DONE, KEEP_ALIVE, error_event
+from services.tokenizer.logprob_forms import FLOOR
+from services.tokenizer.sse import DONE, KEEP_ALIVE, error_event, json_line
 from services.wire.finish import Finish
-
-LOWEST_LOGPROB = -9999.0  # what JSON can say of minus infinity, as in the reference
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class NativeFormat:
         answer = self._answer(choice, self._progress[choice])
         if self._answers.is_list:
             answer["index"] = choice
-        return b"data: %b\n\n" % one_line_json(answer)
+        return b"data: %b\n\n" % json_line(answer)
 
     def _answer(self, choice: int, progress: _Progress) -> dict[str, object]:
         end = progress.end
@@ -142,7 +140,7 @@ class NativeFormat:
     def _entry(self, token_id: int, logprob: float | None) -> tuple[float | None, int, str | None]:
         vocabulary = self._answers.vocabulary
         text = None if vocabulary is None else vocabulary.token_bytes(token_id).decode(errors="replace")
-        return None if logprob is None else max(logprob, LOWEST_LOGPROB), token_id, text
+        return None if logprob is None else max(logprob, FLOOR), token_id, text
 
 
 def _finish_reason(end: AnswerEnd, token_ids: Sequence[int]) -> dict[str, object]:

@@ -5,8 +5,6 @@ body -> prompts as texts or ids -> fields that all routes share -> `generation`,
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,10 +14,9 @@ from msgspec.structs import replace
 from services.model_files.tokenizer import LoadedTokenizer
 from services.runtime.config import Settings
 from services.tokenizer.api_error import ApiError
-from services.tokenizer.completions import answer_headers
 from services.tokenizer.field_tables import UNBUILT_EVERYWHERE
 from services.tokenizer.generation import Generation, GenerationCall
-from services.tokenizer.http_body import read_json_body
+from services.tokenizer.json_answer import answer_headers
 from services.tokenizer.native_format import NativeAnswers, NativeFormat
 from services.tokenizer.native_schema import (
     DEFAULT_NEW_TOKENS,
@@ -30,7 +27,7 @@ from services.tokenizer.native_schema import (
 )
 from services.tokenizer.prompts import PromptMaker
 from services.tokenizer.request_body import BodyForm
-from services.tokenizer.request_limits import ServedModel, check_token_ids
+from services.tokenizer.request_limits import ServedModel
 from services.tokenizer.sampling_body import SamplingBody, check_num_logprobs, check_sampling
 from services.tokenizer.structured_body import check_end
 from services.tokenizer.structured_output import FIELDS, StructureLimits, structure_of
@@ -75,20 +72,18 @@ class NativeGenerate:
         Raises:
             ApiError: it is refused, or fails before its first byte.
         """
-        received_s = time.monotonic()
-        self._generation.refuse_if_unavailable()
-        body, ignored = GENERATE_FORM.parse(await read_json_body(request, self._settings), self._settings)
+        received = await self._generation.receive(request)
+        body, ignored = GENERATE_FORM.parse(received.fields, self._settings)
         wanted = await self._wanted(body)
         answers = self._answers(body, wanted)
         try:
             return await self._generation.answer(
                 GenerationCall(
-                    request=request,
+                    received=received,
                     wanted=wanted,
                     format=NativeFormat(answers),
                     is_streamed=bool(body.stream),
                     headers=answer_headers(_own_id(wanted), ignored),
-                    received_s=received_s,
                     prompt_param=_prompt_param(body),
                     names=body.rids(len(wanted.prompts)),
                 )
@@ -125,13 +120,7 @@ class NativeGenerate:
         found: list[Prompt] = []
         for index, item in enumerate(items):
             param = f"{_prompt_param(body)}[{index}]" if body.is_list else _prompt_param(body)
-            if isinstance(item, str):
-                token_ids: Sequence[int] = await self._prompts.text_ids(item, param)
-                await asyncio.sleep(0)  # a thousand short texts are encoded on the loop: others get their turn
-            else:
-                token_ids = item
-                check_token_ids(token_ids, self._model.served, param)
-            fitting = self._prompts.fitting(token_ids, wanted, param)
+            fitting = self._prompts.fitting(await self._prompts.raw_ids(item, param), wanted, param)
             found.append(asking(fitting, body))
         return found
 

@@ -14,17 +14,13 @@ from msgspec import Meta
 
 from services.tokenizer.api_error import ApiError, Code, bad_field
 from services.tokenizer.request_body import BodyForm
+from services.tokenizer.sampling_body import Count, Penalty, Share, StopString, TokenId
 
 DEFAULT_NEW_TOKENS = 128  # as in the reference
 _INT32 = 2**31 - 1
 _Value = TypeVar("_Value")
 
-Count = Annotated[int, Meta(ge=0, le=_INT32)]
-TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
-StopString = Annotated[str, Meta(min_length=1)]
 Text = Annotated[str, Meta(min_length=1)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class NativeSampling(msgspec.Struct, frozen=True, kw_only=True):

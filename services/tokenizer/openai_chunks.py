@@ -10,8 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, TokenLogprobs
-from services.tokenizer.sse import DONE, json_line
+from services.tokenizer.api_error import ApiError
+from services.tokenizer.logprob_forms import TokenDisplay
+from services.tokenizer.sse import DONE, KEEP_ALIVE, error_event, json_line, json_string
 from services.wire.finish import Finish
+from services.wire.request_params import NO_LOGPROBS
 
 _END = b"}\n\n"
 
@@ -69,6 +72,48 @@ class ChunkFrame:
             return DONE
         told = b',"choices":[],"usage":' + json_line(usage) + _timings(self._timings)
         return self.start + told + _END + DONE
+
+
+class ChunkFormat:
+    """What the formats of both APIs do alike: chunks of nothing but text, the ends of streams, a prompt's logprobs."""
+
+    __slots__ = ("_display", "_frame", "_head", "_prefixes", "_suffix")
+
+    text_place: tuple[bytes, bytes]
+    """What stands in a choice before and after its text."""
+
+    def __init__(self, head: AnswerHead, kind: str, num_answers: int, display: TokenDisplay | None) -> None:
+        """`kind` is the `object` of a chunk; `display` is None for answers that show nothing of their tokens."""
+        self._head = head
+        self._display = display
+        self._frame = ChunkFrame(head, kind)
+        before, after = self.text_place
+        start = b'%b,"choices":[{"index":%d,'
+        self._prefixes = [start % (self._frame.start, choice) + before for choice in range(num_answers)]
+        self._suffix = after + b',"logprobs":null,"finish_reason":null}]' + self._frame.tail
+
+    def text(self, choice: int, text: str) -> bytes:
+        """A chunk of nothing but text, made of bytes that were prepared; `delta` is the long way."""
+        return self._prefixes[choice] + json_string(text) + self._suffix
+
+    def ending(self, usage: Mapping[str, object]) -> bytes:
+        """The usage chunk if it is wanted, and [DONE]."""
+        return self._frame.ending(usage)
+
+    def error(self, error: ApiError) -> bytes:
+        """The error, and [DONE]."""
+        return error_event(error) + DONE
+
+    def keep_alive(self) -> bytes:
+        """A comment."""
+        return KEEP_ALIVE
+
+    def _prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, object]:
+        """Those of a prompt as a field, if they are wanted and there."""
+        display = self._display
+        if display is None or display.num_prompt_logprobs == NO_LOGPROBS or not entries:
+            return {}
+        return {"prompt_logprobs": display.prompt_logprobs(entries)}
 
 
 def _timings(timings: Mapping[str, object] | None) -> bytes:

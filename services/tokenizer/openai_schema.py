@@ -20,6 +20,7 @@ from services.tokenizer.field_tables import (
     WITHOUT_EFFECT_IN_STREAM_OPTIONS,
 )
 from services.tokenizer.message_fields import unknown_message_keys
+from services.tokenizer.raw_inputs import inputs_of
 from services.tokenizer.request_body import BodyForm, Ignored, ignore
 from services.tokenizer.sampling_body import Count, check_num_logprobs, check_sampling
 from services.tokenizer.structured_body import StructuredBody
@@ -84,20 +85,7 @@ class CompletionBody(StructuredBody, frozen=True, kw_only=True):
         Raises:
             ApiError: 400: no prompt, an empty one, or a mixture.
         """
-        items = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        if not items:
-            raise bad_field("prompt", "must not be empty")
-        ids = [item for item in items if isinstance(item, int)]
-        if len(ids) == len(items):
-            return [ids]
-        texts = [item for item in items if isinstance(item, str)]
-        id_lists = [item for item in items if isinstance(item, list)]
-        if len(items) not in (len(texts), len(id_lists)):
-            raise bad_field("prompt", "must be a text, a list of texts, a list of token ids or a list of such lists")
-        for index, item in enumerate(items):
-            if not item:
-                raise bad_field("prompt" if isinstance(self.prompt, str) else f"prompt[{index}]", "must not be empty")
-        return texts or id_lists
+        return inputs_of(self.prompt, "prompt")
 
 
 _WITHOUT_EFFECT = WITHOUT_EFFECT.union(f"stream_options.{name}" for name in WITHOUT_EFFECT_IN_STREAM_OPTIONS)

@@ -79,6 +79,19 @@ class PromptMaker:
         """
         return await _blamed_on(param, self._encoder.encode(text, add_special_tokens=add_special_tokens))
 
+    async def raw_ids(self, item: str | Sequence[int], param: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        """The ids of a raw prompt that may be given as ids already, whether they fit or not.
+
+        Raises:
+            ApiError: 400 naming the field, 503 when too many long texts wait.
+        """
+        if not isinstance(item, str):
+            check_token_ids(item, self._model, param)
+            return item
+        token_ids = await self.text_ids(item, param, add_special_tokens=add_special_tokens)
+        await asyncio.sleep(0)  # a thousand short texts are encoded on the loop: others get their turn
+        return token_ids
+
     async def dropped_keys(self, conversation: Conversation) -> list[str]:
         """What of a conversation that could be encoded the template did not show: places such as `messages[].NAME`.
 
@@ -98,14 +111,8 @@ class PromptMaker:
         prompts: list[Prompt] = []
         for index, item in enumerate(items):
             param = "prompt" if len(items) == 1 else f"prompt[{index}]"
-            if not isinstance(item, str):
-                check_token_ids(item, self._model, param)
-                prompts.append(self._prompt(body, item, wanted, param))
-            else:
-                add_special_tokens = body.add_special_tokens is not False
-                token_ids = await self.text_ids(item, param, add_special_tokens=add_special_tokens)
-                prompts.append(self._prompt(body, token_ids, wanted, param, item))
-                await asyncio.sleep(0)  # a thousand short texts are encoded on the loop: others get their turn
+            token_ids = await self.raw_ids(item, param, add_special_tokens=body.add_special_tokens is not False)
+            prompts.append(self._prompt(body, token_ids, wanted, param, item if isinstance(item, str) else ""))
         return prompts
 
     def fitting(self, token_ids: Sequence[int], wanted: int | None, param: str, echo: str = "") -> Prompt:

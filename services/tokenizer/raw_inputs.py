@@ -1,4 +1,4 @@
-"""Tokenizer process: raw prompts as the routes for embeddings and scores take them: texts, or token ids. Pure."""
+"""Tokenizer process: raw prompts as OpenAI's routes and the one for scores take them: texts, or token ids. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated, TypeAlias
 from msgspec import Meta
 
 from services.tokenizer.api_error import bad_field
+from services.tokenizer.sampling_body import TokenId
 
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 RawInput: TypeAlias = str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
 """A text, a list of texts, a list of token ids, or a list of such lists."""
@@ -19,9 +19,11 @@ def inputs_of(value: str | Sequence[str | int | list[int]], param: str) -> Seque
     """The prompts in the order given: all texts or all ids.
 
     Raises:
-        ApiError: 400 naming the field: an empty one, or a mixture.
+        ApiError: 400 naming the field: none, an empty one, or a mixture.
     """
     items = [value] if isinstance(value, str) else value
+    if not items:
+        raise bad_field(param, "must not be empty")
     ids = [item for item in items if isinstance(item, int)]
     if len(ids) == len(items):
         return [ids]

@@ -41,9 +41,10 @@ class Ignored:
         return Ignored((*self.names, *names))
 
     @property
-    def header(self) -> str:
-        """The names as a header value, without a character that could end the header."""
-        return ", ".join(quote(name[:64], safe="[]") for name in self.names[:_MAX_IGNORED_NAMES])
+    def headers(self) -> Mapping[str, str]:
+        """The header that tells the names, without a character that could end it; none for no names."""
+        told = ", ".join(quote(name[:64], safe="[]") for name in self.names[:_MAX_IGNORED_NAMES])
+        return {"x-ignored-fields": told} if self.names else {}
 
 
 @dataclass(frozen=True)

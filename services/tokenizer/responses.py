@@ -12,9 +12,8 @@ from aiohttp import web
 from services.runtime.config import Settings
 from services.tokenizer.api_error import ApiError
 from services.tokenizer.chat_requests import ChatRequests
-from services.tokenizer.completions import answer_headers
 from services.tokenizer.generation import Generation, GenerationCall
-from services.tokenizer.http_body import read_json_body
+from services.tokenizer.json_answer import answer_headers
 from services.tokenizer.request_limits import ServedModel
 from services.tokenizer.responses_chat import chat_of
 from services.tokenizer.responses_format import ResponsesFormat
@@ -36,21 +35,19 @@ class Responses:
         Raises:
             ApiError: it is refused, or fails before its first byte.
         """
-        received_s = time.monotonic()
-        self._generation.refuse_if_unavailable()
-        body, ignored = parse_responses(await read_json_body(request, self._settings), self._settings)
+        received = await self._generation.receive(request)
+        body, ignored = parse_responses(received.fields, self._settings)
         words = chat_of(body)
         try:
             chat = await self._chats.understand(words.fields)
             answer_id = f"resp_{chat.wanted.request_id.hex()}"
             return await self._generation.answer(
                 GenerationCall(
-                    request=request,
+                    received=received,
                     wanted=chat.wanted,
                     format=ResponsesFormat(answer_id, int(time.time()), self._model.name, body),
                     is_streamed=bool(body.stream),
                     headers=answer_headers(answer_id, ignored.with_dropped(chat.ignored.names, self._settings)),
-                    received_s=received_s,
                     parsers=chat.parsers,
                     prompt_param="messages",
                 )

@@ -18,9 +18,8 @@ import msgspec
 from services.tokenizer.answer_blocks import Block, BlockKind, blocks_of
 from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, Part, Reasoning, Text, ToolCallStart
 from services.tokenizer.api_error import ApiError
-from services.tokenizer.named_events import named_event
 from services.tokenizer.responses_schema import ResponsesBody
-from services.tokenizer.sse import KEEP_ALIVE
+from services.tokenizer.sse import KEEP_ALIVE, named_event
 from services.wire.finish import Finish
 
 _PART_TYPES = {BlockKind.TEXT: "output_text", BlockKind.REASONING: "reasoning_text"}

@@ -20,11 +20,10 @@ from msgspec import Meta
 from services.runtime.config import Settings
 from services.tokenizer.answer_parts import AnswerDelta, TokenLogprobs
 from services.tokenizer.api_error import bad_field, internal_error
-from services.tokenizer.completions import answer_headers
 from services.tokenizer.embeddings import PROMPT_ALONE, prompt_usage
 from services.tokenizer.generation import Generation
-from services.tokenizer.http_body import read_json_body
-from services.tokenizer.native_format import LOWEST_LOGPROB
+from services.tokenizer.json_answer import answer_headers, json_answer
+from services.tokenizer.logprob_forms import FLOOR
 from services.tokenizer.prompts import PromptMaker
 from services.tokenizer.raw_inputs import TokenIds
 from services.tokenizer.request_body import BodyForm
@@ -75,16 +74,15 @@ class Scores:
         Raises:
             ApiError: it is refused, or fails.
         """
-        received_s = time.monotonic()
-        self._generation.refuse_if_unavailable()
-        body, ignored = SCORE_FORM.parse(await read_json_body(request, self._settings), self._settings)
+        received = await self._generation.receive(request)
+        body, ignored = SCORE_FORM.parse(received.fields, self._settings)
         self._generation.check_model(body.model)
         if len(body.continuations) > self._settings.max_prompts:
             problem = f"{len(body.continuations)} of them, at most {self._settings.max_prompts} are allowed"
             raise bad_field("continuations", problem)
         scored = await self._scored(body)
         wanted = AnswersWanted(PROMPT_ALONE, [self._prompt(one, index) for index, one in enumerate(scored)])
-        finished = await self._generation.collect(wanted, received_s)
+        finished = await self._generation.collect(wanted, received.time_s)
         answer_id = f"score-{wanted.request_id.hex()}"
         answer = {
             "id": answer_id,
@@ -97,8 +95,7 @@ class Scores:
             ],
             "usage": prompt_usage(finished),
         }
-        headers = answer_headers(answer_id, ignored)
-        return web.Response(body=msgspec.json.encode(answer), content_type="application/json", headers=headers)
+        return json_answer(answer, answer_headers(answer_id, ignored))
 
     async def _scored(self, body: ScoreBody) -> list[_Scored]:
         adds = body.add_special_tokens is not False
@@ -153,4 +150,4 @@ def _last(tokens: Sequence[TokenLogprobs], count: int) -> list[float]:
     if len(tokens) < count:
         raise internal_error()
     values = [token.logprob for token in tokens[len(tokens) - count :]]
-    return [LOWEST_LOGPROB if value is None else max(value, LOWEST_LOGPROB) for value in values]
+    return [FLOOR if value is None else max(value, FLOOR) for value in values]

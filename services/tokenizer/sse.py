@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from services.tokenizer.api_error import ApiError
@@ -33,10 +35,9 @@ def json_line(value: object) -> bytes:
     return encoded if encoded.isascii() else encoded.decode().translate(_ODD_LINE_ENDS).encode()
 
 
-def event(value: object, name: str = "") -> bytes:
-    """An event with a value as JSON; with a name, an `event:` line comes first."""
-    first = b"event: " + name.encode() + b"\n" if name else b""
-    return b"%bdata: %b\n\n" % (first, json_line(value))
+def named_event(name: str, fields: Mapping[str, object]) -> bytes:
+    """An event of an API whose events have names; its data begin with the name as `type`."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), json_line({"type": name, **fields}))
 
 
 def error_event(error: ApiError) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from importlib.metadata import PackageNotFoundError, version
 
-import msgspec
 from aiohttp import web
 
 from services.runtime import metrics
@@ -13,6 +12,7 @@ from services.runtime.config import SECRETS, Settings
 from services.tokenizer.access import caller_of
 from services.tokenizer.generation import Generation, model_not_found
 from services.tokenizer.health import Health
+from services.tokenizer.json_answer import json_answer
 from services.tokenizer.request_limits import ServedModel
 from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.submission import sampling_defaults
@@ -36,7 +36,7 @@ class StatusRoutes:
 
     async def models(self, request: web.BaseRequest) -> web.StreamResponse:
         """The served model, as a list of one."""
-        return _json({"object": "list", "data": [self._model_card()]})
+        return json_answer({"object": "list", "data": [self._model_card()]})
 
     async def model_by_id(self, request: web.BaseRequest) -> web.StreamResponse:
         """The served model.
@@ -47,16 +47,16 @@ class StatusRoutes:
         name = request.path.removeprefix(MODEL_ROUTE)
         if name != self._model.name:
             raise model_not_found(name)
-        return _json(self._model_card())
+        return json_answer(self._model_card())
 
     async def live(self, request: web.BaseRequest) -> web.StreamResponse:
         """200 as long as the loop of this process turns."""
-        return _json({"status": "ok"})
+        return json_answer({"status": "ok"})
 
     async def ready(self, request: web.BaseRequest) -> web.StreamResponse:
         """Whether a request would be answered now."""
         is_ready, _ = await self._health.check()
-        return _json({"status": "ok" if is_ready else "not ready"}, 200 if is_ready else 503)
+        return json_answer({"status": "ok" if is_ready else "not ready"}, status=200 if is_ready else 503)
 
     async def health(self, request: web.BaseRequest) -> web.StreamResponse:
         """The same, and for each role what is wrong with it, to those who have a key."""
@@ -64,11 +64,11 @@ class StatusRoutes:
         verdict: dict[str, object] = {"status": "ok" if is_ready else "not ready"}
         if caller_of(request).is_known:
             verdict["roles"] = verdicts
-        return _json(verdict, 200 if is_ready else 503)
+        return json_answer(verdict, status=200 if is_ready else 503)
 
     async def server_info(self, request: web.BaseRequest) -> web.StreamResponse:
         """Settings without secrets, the model and its sampling defaults, the load, the processes."""
-        return _json(
+        return json_answer(
             {
                 "version": server_version(),
                 "protocol": PROTOCOL_VERSION,
@@ -131,7 +131,3 @@ def shown_settings(settings: Settings) -> dict[str, object]:
     """All settings but the secrets; of those, whether they are set."""
     values: dict[str, object] = dataclasses.asdict(settings)
     return {name: ("set" if value else "") if name in SECRETS else value for name, value in values.items()}
-
-
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")

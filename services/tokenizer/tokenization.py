@@ -19,11 +19,12 @@ from services.tokenizer.api_error import Code, bad_field
 from services.tokenizer.chat_requests import ChatRequests
 from services.tokenizer.generation import Generation
 from services.tokenizer.http_body import read_json_body
+from services.tokenizer.json_answer import json_answer
 from services.tokenizer.prompts import PromptMaker
-from services.tokenizer.request_body import BodyForm, Ignored
+from services.tokenizer.request_body import BodyForm
 from services.tokenizer.request_limits import ServedModel, check_token_ids
+from services.tokenizer.sampling_body import TokenId
 
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _CHAT_NAMES = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 
 
@@ -87,7 +88,7 @@ class Tokenization:
             "tokens": token_ids,
             "token_strs": self._token_strings(token_ids) if body.return_token_strs else None,
         }
-        return _json(found, ignored)
+        return json_answer(found, ignored.headers)
 
     async def detokenize(self, request: web.BaseRequest) -> web.StreamResponse:
         """The text of ids, control tokens spelled out.
@@ -103,7 +104,7 @@ class Tokenization:
             raise bad_field("tokens", problem, Code.CONTEXT_LENGTH_EXCEEDED)
         vocabulary = self._loaded.vocabulary
         text = b"".join(map(vocabulary.token_bytes, body.tokens)).decode(errors="replace")
-        return _json({"prompt": text}, ignored)
+        return json_answer({"prompt": text}, ignored.headers)
 
     async def render(self, request: web.BaseRequest) -> web.StreamResponse:
         """A chat as the model would see it.
@@ -120,7 +121,7 @@ class Tokenization:
             "count": len(token_ids),
             "max_model_len": self._max_model_len,
         }
-        return _json(found, rendered.ignored)
+        return json_answer(found, rendered.ignored.headers)
 
     @property
     def _max_model_len(self) -> int:
@@ -146,8 +147,3 @@ class Tokenization:
         """The tokens as the vocabulary spells them."""
         tokenizer = self._loaded.tokenizer
         return [tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
-
-
-def _json(value: object, ignored: Ignored) -> web.Response:
-    headers = {"x-ignored-fields": ignored.header} if ignored.names else {}
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json", headers=headers)

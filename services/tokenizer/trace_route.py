@@ -19,6 +19,7 @@ from aiohttp import web
 from services.tokenizer.access import caller_of
 from services.tokenizer.api_error import ApiError, Code
 from services.tokenizer.hops import Hop, HopName, hops_of
+from services.tokenizer.json_answer import json_answer
 from services.tokenizer.request_record import AnswerSummary, RequestRecord
 from services.tokenizer.request_ring import RequestRing
 from services.tokenizer.request_watch import reason_of
@@ -53,7 +54,7 @@ class TraceRoute:
         if trace is None or not (caller.is_operator or trace.get("tenant") == caller.tenant):
             message = "no request of this id is remembered"
             raise ApiError(404, message, code=Code.NOT_FOUND)
-        return web.Response(body=msgspec.json.encode(trace), content_type="application/json")
+        return json_answer(trace)
 
     def _own_trace(self, name: str) -> Mapping[str, object] | None:
         record = self._ring.find(name)
