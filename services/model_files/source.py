@@ -15,7 +15,7 @@ from services.model_files.gguf_config import config_from_gguf, generation_config
 from services.model_files.gguf_metadata import GgufHeader, read_gguf_header
 
 # Configurations are a few kilobytes and tokenizer.json some megabytes; more is not such a file.
-_MAX_JSON_BYTES = 256 * 1024 * 1024
+_MAX_TEXT_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,22 @@ def model_name(path: Path) -> str:
     return gguf_files[0].stem if has_one_file else path.absolute().name
 
 
+def read_text(path: Path) -> str:
+    """The text of one of a model's files, at most 256 MiB of UTF-8.
+
+    Raises:
+        ModelFileError: the file is larger, cannot be read or is not UTF-8.
+    """
+    try:
+        if path.stat().st_size > _MAX_TEXT_BYTES:
+            raise ModelFileError(path, "is larger than any such file should be (256 MiB)")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelFileError(path, f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ModelFileError(path, "is not UTF-8 text") from None
+
+
 def read_json_object(path: Path) -> dict[str, object]:
     """Read a JSON object from `path`.
 
@@ -70,13 +86,7 @@ def read_json_object(path: Path) -> dict[str, object]:
         ModelFileError: the file cannot be read, is not JSON or not an object; names the line where it breaks.
     """
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ModelFileError(path, "is larger than any such file should be (256 MiB)")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelFileError(path, f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ModelFileError(path, "is not UTF-8 text") from None
+        value = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise ModelFileError(path, f"is not valid JSON: {error.msg} at line {error.lineno}") from None
     except RecursionError:

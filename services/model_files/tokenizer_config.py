@@ -12,7 +12,7 @@ from pathlib import Path
 
 from services.model_files.errors import ModelFileError
 from services.model_files.gguf_metadata import GgufHeader
-from services.model_files.source import ModelFiles, read_json_object
+from services.model_files.source import ModelFiles, read_json_object, read_text
 
 # token_type in GGUF. UNUSED entries are padding rows of the embedding matrix and stand for no text.
 GGUF_NORMAL, GGUF_UNKNOWN, GGUF_CONTROL, GGUF_USER_DEFINED, GGUF_UNUSED = 1, 2, 3, 4, 5
@@ -234,10 +234,10 @@ def _folder_templates(folder: Path, settings: Mapping[str, object]) -> dict[str,
     elif value is not None:
         raise ModelFileError(folder / "tokenizer_config.json", "field chat_template is neither text nor a list")
     for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
-        templates[path.stem] = _read_text(path)
+        templates[path.stem] = read_text(path)
     # The file is the newer form and wins over the field, as in transformers.
     if (folder / "chat_template.jinja").is_file():
-        templates["default"] = _read_text(folder / "chat_template.jinja")
+        templates["default"] = read_text(folder / "chat_template.jinja")
     return templates
 
 
@@ -251,15 +251,6 @@ def _gguf_templates(header: GgufHeader) -> dict[str, str]:
         if named is not None:
             templates[name] = named
     return templates
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ModelFileError(path, f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ModelFileError(path, "is not UTF-8 text") from None
 
 
 def _end_token_ids(

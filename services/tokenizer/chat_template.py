@@ -17,6 +17,7 @@ from pathlib import Path
 import jinja2
 
 from services.model_files.errors import ModelFileError
+from services.model_files.source import read_text
 from services.model_files.tokenizer import LoadedTokenizer
 from services.tokenizer.control_tokens import ControlTokens, draw_private_text
 from services.tokenizer.conversation import (
@@ -126,7 +127,7 @@ class ChatTemplate:
         override = choices.override
         self._control = control
         self._limits = limits
-        self._sources = loaded.chat_templates if override is None else {"default": _read(override)}
+        self._sources = loaded.chat_templates if override is None else {"default": read_text(override)}
         self._special_texts = {name: control.protect(text) for name, text in loaded.special_texts.items()}
         self._compiled = {
             name: self._compile(override or Path(f"chat template {name!r} of the model"), source)
@@ -277,12 +278,3 @@ def _cut_at_mark(text: str, mark: str, message: Message) -> str:
     content = str(message["content"])
     blanks = content[len(content.rstrip()) :]
     return before.replace(mark, "") + (blanks if after.startswith(blanks) else "")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ModelFileError(path, f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ModelFileError(path, "is not UTF-8 text") from None
