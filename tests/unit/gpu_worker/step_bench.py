@@ -6,6 +6,7 @@ import random
 from collections import deque
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from services.gpu_worker.attention import attention_for
@@ -43,6 +44,17 @@ class Bench:
         """Whole prompts, then one token each until all have enough."""
         while open_ones := [r for r in requests if len(r.output) < num_outputs and not r.finish]:
             self.run(*((r, (r.num_expected or len(r.token_ids)) - r.num_planned) for r in open_ones))
+
+    def refuse_rows_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The logits of several rows at once find no memory from now on: rows are run one by one."""
+        compute = self.runner.logits
+
+        def broken(normed: torch.Tensor) -> torch.Tensor:
+            if len(normed) > 1:
+                raise MemoryError
+            return compute(normed)
+
+        monkeypatch.setattr(self.runner, "logits", broken)
 
     def run_any_course(self, requests: list[Request], seed: int, plans_ahead: int) -> None:
         """Random chunks and decodes; plans go out before results are read; some are retracted and resume."""

@@ -11,7 +11,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 
 from services.gpu_worker.bit_masks import pack_ids
 from services.gpu_worker.grammar_seam import GrammarMasks
@@ -137,14 +136,7 @@ def test_rows_run_one_by_one_keep_their_masks(
 ) -> None:
     requests = new_requests()
     bench = new_bench(model, grammars=Arithmetic(jumps=True))
-    compute = bench.runner.logits
-
-    def broken(normed: torch.Tensor) -> torch.Tensor:
-        if len(normed) > 1:
-            raise MemoryError
-        return compute(normed)
-
-    monkeypatch.setattr(bench.runner, "logits", broken)
+    bench.refuse_rows_together(monkeypatch)
     bench.finish_all(requests)
     assert [request.output[:NUM_OUTPUTS] for request in requests] == sampled
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from services.gpu_worker.attention.reference import ReferenceAttention
 from services.gpu_worker.weights import LoadedModel
@@ -114,14 +113,7 @@ def test_prc_05_rules_and_log_probabilities_when_rows_are_run_one_by_one(
     expected, found = requests_with(model, GREEDY), requests_with(model, GREEDY)
     new_bench(model).finish_all(expected)
     bench = new_bench(model)
-    compute = bench.runner.logits
-
-    def broken(normed: torch.Tensor) -> torch.Tensor:
-        if len(normed) > 1:
-            raise MemoryError
-        return compute(normed)
-
-    monkeypatch.setattr(bench.runner, "logits", broken)
+    bench.refuse_rows_together(monkeypatch)
     bench.finish_all(found)
     for one, other in zip(found, expected, strict=True):
         assert one.output == other.output

@@ -20,11 +20,11 @@ from services.wire.finish import Finish
 from services.wire.members import State
 from services.wire.requests import Submit
 from tests.sockets import DEADLINE_S, wait_until
-from tests.unit.tokenizer.http_client import Connection, Response, request
+from tests.unit.tokenizer.http_client import Connection, EventReader, Json, Response, request
 from tests.unit.tokenizer.played_backend import CONTEXT, READY_LOAD, Backend
 from tests.unit.tokenizer.small_models import small_model
 
-__all__ = ["CONTEXT", "READY_LOAD", "Server", "chunk", "join", "takes_requests", "write_small_model"]
+__all__ = ["CONTEXT", "READY_LOAD", "Server", "admitted_stream", "chunk", "join", "takes_requests", "write_small_model"]
 
 ROOT = Path(__file__).parents[3]
 CHATML = """\
@@ -73,6 +73,14 @@ def join(batches: Iterable[TextChunks]) -> TextChunks:
     }
     columns |= {name: tuple(item for part in parts for item in getattr(part, name)) for name in tuples}
     return TextChunks(**columns)
+
+
+def admitted_stream(backend: Backend, connection: Connection, path: str, body: Json) -> tuple[Submit, EventReader]:
+    """Asks for a stream of one answer, which the scheduler admits: what was submitted, and the reader of events."""
+    connection.send("POST", path, body)
+    (submit,) = backend.take_submits()
+    backend.admit(submit)
+    return submit, EventReader(connection)
 
 
 def takes_requests(port: int, **headers: str) -> bool:

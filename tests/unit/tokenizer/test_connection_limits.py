@@ -24,6 +24,14 @@ TEXT_PATH = "/v1/completions"
 FIVE_TOKENS = answering(["a", "b", "c", "d", "e"])
 
 
+def open_connection(server: Server) -> Connection:
+    """One that has been answered and is kept open."""
+    connection = Connection(server.port)
+    connection.send("GET", "/live")
+    assert connection.read_response().status == 200
+    return connection
+
+
 def post(port: int, key: str = "") -> Response:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return request(port, "POST", TEXT_PATH, {"prompt": "xx"}, **headers)
@@ -36,9 +44,7 @@ def test_sec_16_an_address_has_so_many_connections_and_no_more(start_server: Cal
     server = start_server("--max-connections-per-address", "8")
     with ExitStack() as stack:
         for _ in range(8):
-            connection = stack.enter_context(Connection(server.port))
-            connection.send("GET", "/live")
-            assert connection.read_response().status == 200
+            stack.enter_context(open_connection(server))
         with Connection(server.port) as one_more:
             response = one_more.read_response()
             assert (response.status, response.error["code"]) == (503, "too_many_connections")
@@ -58,9 +64,7 @@ def test_sec_16_a_process_has_so_many_connections_and_no_more(start_server: Call
     server = start_server("--max-connections", "3")
     with ExitStack() as stack:
         for _ in range(3):
-            connection = stack.enter_context(Connection(server.port))
-            connection.send("GET", "/live")
-            assert connection.read_response().status == 200
+            stack.enter_context(open_connection(server))
         with Connection(server.port) as one_more:
             assert one_more.read_response().error["code"] == "too_many_connections"
     wait_until(lambda: takes_requests(server.port))

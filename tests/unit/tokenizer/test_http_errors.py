@@ -11,7 +11,7 @@ from services.wire.finish import Finish
 from services.wire.members import Role, State
 from services.wire.requests import Submit
 from tests.sockets import wait_until
-from tests.unit.tokenizer.backend_peers import Server, chunk, join
+from tests.unit.tokenizer.backend_peers import Server, admitted_stream, chunk, join
 from tests.unit.tokenizer.http_client import Connection, EventReader, Json, metric, request, text_of
 from tests.unit.tokenizer.scripts import OK, answering
 
@@ -228,10 +228,7 @@ def test_sse_05_an_error_after_the_first_byte_is_one_event_and_the_end(
 def test_sse_05_a_lost_detokenizer_is_told_by_the_scheduler_whatever_the_cursor(server: Server) -> None:
     backend = server.backend
     with Connection(server.port) as connection:
-        connection.send("POST", TEXT_PATH, {**BODY, "stream": True})
-        (submit,) = backend.take_submits()
-        backend.admit(submit)
-        reader = EventReader(connection)
+        submit, reader = admitted_stream(backend, connection, TEXT_PATH, {**BODY, "stream": True})
         backend.send_text(chunk(submit, 0, [1], 0, "a"))
         assert reader.next_json()["choices"][0]["text"] == "a"
         backend.send(chunk(submit, 40, [], 0, "", Finish.BACKEND_LOST))
@@ -271,10 +268,7 @@ def test_prc_05_a_chunk_that_contradicts_the_journal_fails_its_request_alone(ser
 def test_garbage_and_messages_of_the_wrong_kind_or_sender_are_dropped_and_counted(server: Server) -> None:
     backend = server.backend
     with Connection(server.port) as connection:
-        connection.send("POST", TEXT_PATH, {**BODY, "stream": True})
-        (submit,) = backend.take_submits()
-        backend.admit(submit)
-        reader = EventReader(connection)
+        submit, reader = admitted_stream(backend, connection, TEXT_PATH, {**BODY, "stream": True})
         before = dropped(server)
         for frame in (b"", b"\xc1", b"\x93\x01\x02", b"\x91\xcd\xff\xff", b"{}", b"\xdd" + b"\xff" * 4):
             backend.send_raw(frame)

@@ -10,7 +10,7 @@ from services.wire.members import Role
 from services.wire.request_params import PromptParams
 from services.wire.requests import Submit
 from tests.sockets import wait_until
-from tests.unit.tokenizer.backend_peers import Server, chunk
+from tests.unit.tokenizer.backend_peers import Server, admitted_stream, chunk
 from tests.unit.tokenizer.field_requests import CHAT, NUM, submits_of
 from tests.unit.tokenizer.http_client import Connection, EventReader, Json, request, text_of
 from tests.unit.tokenizer.logprob_chunks import Entries, prompt_logprobs, with_logprobs
@@ -103,10 +103,9 @@ def test_without_a_wish_there_are_none(server: Server, path: str) -> None:
 
 def test_stp_02_probabilities_of_withheld_text_come_with_it(server: Server) -> None:
     with Connection(server.port) as connection:
-        connection.send("POST", TEXT_PATH, {"prompt": NUM, "logprobs": 0, "stream": True})
-        (submit,) = server.backend.take_submits()
-        server.backend.admit(submit)
-        reader = EventReader(connection)
+        submit, reader = admitted_stream(
+            server.backend, connection, TEXT_PATH, {"prompt": NUM, "logprobs": 0, "stream": True}
+        )
         server.backend.send_text(with_logprobs(chunk(submit, 0, [97], 0, ""), [[(97, -0.5)]]))
         server.backend.send_text(with_logprobs(chunk(submit, 1, [98], 0, "ab"), [[(98, -0.25)]]))
         first = reader.next_json()["choices"][0]

@@ -9,7 +9,7 @@ import pytest
 from services.wire.answers import TextChunks
 from services.wire.finish import Finish
 from services.wire.requests import Submit
-from tests.unit.tokenizer.backend_peers import Server, chunk, join
+from tests.unit.tokenizer.backend_peers import Server, admitted_stream, chunk, join
 from tests.unit.tokenizer.http_client import Connection, EventReader, Json, request, text_of
 from tests.unit.tokenizer.scripts import answering
 
@@ -199,10 +199,7 @@ def test_echo_opens_each_answer_of_a_stream(server: Server) -> None:
 
 def test_withheld_text_makes_no_empty_chunks(server: Server) -> None:
     with Connection(server.port) as connection:
-        connection.send("POST", TEXT_PATH, {"prompt": "x", "stream": True})
-        (submit,) = server.backend.take_submits()
-        server.backend.admit(submit)
-        reader = EventReader(connection)
+        submit, reader = admitted_stream(server.backend, connection, TEXT_PATH, {"prompt": "x", "stream": True})
         server.backend.send_text(
             chunk(submit, 0, [1], 0, ""),
             chunk(submit, 1, [2], 0, "👋"),
@@ -230,10 +227,7 @@ def test_chunks_that_overtake_the_admission_are_kept_and_the_status_line_waits(s
 def test_repeated_old_and_foreign_chunks_leave_the_text_alone_and_a_gap_is_asked_for(server: Server) -> None:
     backend = server.backend
     with Connection(server.port) as connection:
-        connection.send("POST", TEXT_PATH, {"prompt": "x", "stream": True})
-        (submit,) = backend.take_submits()
-        backend.admit(submit)
-        reader = EventReader(connection)
+        submit, reader = admitted_stream(backend, connection, TEXT_PATH, {"prompt": "x", "stream": True})
         first = chunk(submit, 0, [1], 0, "é")
         backend.send_text(first, first, chunk(submit, 1, [9], 2, "other attempt", attempt=1))
         backend.send_text(chunk(submit, 2, [3], 3, "c"))

@@ -22,8 +22,8 @@ from services.wire.finish import Finish
 from services.wire.members import Role
 from services.wire.requests import Submit
 from tests.sockets import wait_until
-from tests.unit.tokenizer.backend_peers import Server, chunk, takes_requests
-from tests.unit.tokenizer.http_client import Connection, EventReader, Json, Response, request
+from tests.unit.tokenizer.backend_peers import Server, admitted_stream, chunk, takes_requests
+from tests.unit.tokenizer.http_client import Connection, Json, Response, request
 
 TEXT_PATH = "/v1/completions"
 KEYS = {"one": {"Authorization": "Bearer one"}, "two": {"Authorization": "Bearer two"}}
@@ -89,10 +89,7 @@ def test_a_trace_tells_every_hop_of_an_answer(server: Server) -> None:
 
 def test_an_open_request_has_a_trace_too(server: Server) -> None:
     with Connection(server.port) as connection:
-        connection.send("POST", TEXT_PATH, {"prompt": "x", "stream": True})
-        (submit,) = server.backend.take_submits()
-        server.backend.admit(submit)
-        reader = EventReader(connection)
+        submit, reader = admitted_stream(server.backend, connection, TEXT_PATH, {"prompt": "x", "stream": True})
         told = trace(server, submit.request_id.hex())
         assert (told["has_ended"], told["ttft_ms"], told["answers"][0]["finish"]) == (False, None, None)
         server.backend.send_text(chunk(submit, 0, [1], 0, "a", Finish.LENGTH))
