@@ -90,7 +90,8 @@ class AnswerPlanner:
         _check_grammar(grammar, body)
         wish = reasoning_wish(body)
         shown_marks = [*(family.marks if use is not None else ())]
-        if marks is not None and wish.is_separate:
+        must_call = use is not None and use.must_call
+        if marks is not None and (wish.is_separate or must_call):  # else thoughts are text like any other
             shown_marks += [marks.opening, marks.closing]
         else:
             marks = None
@@ -148,7 +149,7 @@ def _parsers(
     def new_calls() -> AnswerParser:
         if use is None:
             return PlainText()
-        rules = CallRules(use.names, family.new_call_id, use.max_calls)
+        rules = CallRules(use.names, family.new_call_id, use.max_calls, has_text=not use.must_call)
         return GeneratorParser(family.read, AnswerParts(rules))
 
     def new_parser() -> AnswerParser:

@@ -53,7 +53,7 @@ class ReasoningWish:
     """What a request wants of the thoughts.
 
     Attributes:
-        is_separate: False: they stay in the content, markup and all.
+        is_separate: False: they are text, marks and all.
         is_shown: False: they are left out.
         is_streamed: False: they are given in one piece when they end.
     """
@@ -123,13 +123,19 @@ class ReasoningParser:
                 return
             source.put_back()
         yield from source.skip_blanks()
-        source.commit()
+        self._pass_by(source.commit())
         is_closed = yield from text_until(source, self._think, self._marks.closing)
-        if not is_closed:
+        if not is_closed or not self._wish.is_separate:
             self._thoughts += self._blanks
+        if not is_closed:
             return
         yield from source.skip_blanks()
-        source.commit()
+        self._pass_by(source.commit())
+
+    def _pass_by(self, markup: str) -> None:
+        """A mark and its blanks, which are text where thoughts are."""
+        if not self._wish.is_separate:
+            self._thoughts.append(markup)
 
     def _think(self, text: str) -> None:
         """Keeps trailing blanks back: the block may end behind them."""
@@ -140,8 +146,11 @@ class ReasoningParser:
         self._blanks.append(text[len(kept) :])
 
     def _new_thoughts(self) -> Sequence[Part]:
-        if not self._wish.is_streamed and not self._is_over:
+        wish = self._wish
+        if wish.is_separate and not wish.is_streamed and not self._is_over:
             return ()
         thoughts = "".join(self._thoughts)
         self._thoughts.clear()
-        return (Reasoning(thoughts),) if thoughts and self._wish.is_shown else ()
+        if not wish.is_separate:
+            return (Text(thoughts),) if thoughts else ()
+        return (Reasoning(thoughts),) if thoughts and wish.is_shown else ()

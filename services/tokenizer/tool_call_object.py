@@ -1,10 +1,10 @@
 """Tokenizer process: a call written as a JSON object, as several model families do.
 
-    {"name": "f", "arguments": {...}}      in any order; `parameters` is the same; `id` and `type` are passed by
+    {"name": "f", "arguments": {...}}      in any order; `parameters` is the same; all other keys are passed by
 
 A call begins when its name is known and its arguments begin. Until then all of it may still be text: a function that
-the request does not declare, another key, broken JSON. Of a call that is cut off by the end of the answer the name is
-enough. Owns nothing beyond the call that it reads.
+the request does not declare, broken JSON, other keys and no arguments at all. Of a call that is cut off by the end of
+the answer the name is enough. Owns nothing beyond the call that it reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.tokenizer.tool_source import NotMarkupError, TextSource, Waiting
 
 _MAX_NAME_CHARACTERS = 1024
 _ARGUMENT_KEYS = ("arguments", "parameters")
-_PASSED_BY = ("id", "type")
+_KEYS_OF_CALLS = ("id", "type")  # those that models write beside a name without arguments
 
 
 def read_call_object(source: TextSource, parts: AnswerParts) -> Waiting[None]:
@@ -55,7 +55,7 @@ def _read_members(source: TextSource, call: _Call) -> Waiting[None]:
     character = ","
     while character == ",":
         yield from source.skip_blanks()
-        key = yield from read_string(source, _MAX_NAME_CHARACTERS)
+        key = yield from _read_key(source)
         yield from source.skip_blanks()
         yield from source.expect(":")
         yield from source.skip_blanks()
@@ -66,6 +66,22 @@ def _read_members(source: TextSource, call: _Call) -> Waiting[None]:
     yield from source.expect("}")
 
 
+def _read_key(source: TextSource) -> Waiting[str]:
+    """Reads a key; "" for one that is too long to be one that is looked for."""
+    pieces: list[str] = []
+    num_characters = 0
+
+    def collect(piece: str) -> None:
+        nonlocal num_characters
+        num_characters += len(piece)
+        if num_characters <= _MAX_NAME_CHARACTERS:
+            pieces.append(piece)
+
+    yield from copy_string(source, collect)
+    key: str = json.loads("".join(pieces)) if num_characters <= _MAX_NAME_CHARACTERS else ""
+    return key
+
+
 class _Call:
     def __init__(self, source: TextSource, parts: AnswerParts) -> None:
         self._source = source
@@ -73,6 +89,7 @@ class _Call:
         self.name: str | None = None
         self._early: list[str] = []
         self._has_arguments = False
+        self._has_other_keys = False
         self._has_started = False
 
     def read_member(self, key: str) -> Waiting[None]:
@@ -84,10 +101,9 @@ class _Call:
         elif key in _ARGUMENT_KEYS and not self._has_arguments:
             self._has_arguments = True
             yield from self._read_arguments()
-        elif key in _PASSED_BY:
-            yield from copy_value(self._source, ignore)
         else:
-            raise NotMarkupError
+            self._has_other_keys |= key not in _KEYS_OF_CALLS
+            yield from copy_value(self._source, ignore)
 
     @property
     def can_be_cut_off(self) -> bool:
@@ -104,7 +120,7 @@ class _Call:
 
     def end(self) -> None:
         """The object is closed."""
-        if self.name is None:
+        if self.name is None or (self._has_other_keys and not self._has_arguments):
             raise NotMarkupError
         if not self._has_started:
             self._start(self.name)

@@ -1,7 +1,9 @@
 """Tokenizer process: the parts of one answer as its parser gives them: neighbours joined, calls numbered.
 
 Owns the numbering of calls and the rule for blanks: text of nothing but blanks before, between and after calls belongs
-to the calls' markup, so that the content of an answer that only calls is empty. Knows no model family.
+to the calls' markup, so that the content of an answer that only calls is empty. Of an answer that may be nothing but
+calls no text is given at all: what a grammar forced is no text for the user, also where it breaks off. Knows no model
+family.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ class CallRules:
     Attributes:
         names: The functions that the request declares; what looks like a call of another one is text.
         max_calls: Further calls are left out; None for no limit.
+        has_text: Whether there is text beside the calls; False where a grammar leaves room for calls alone.
         new_call_id: Draws the id of a call.
     """
 
     names: frozenset[str]
     new_call_id: Callable[[], str]
     max_calls: int | None = None
+    has_text: bool = True
 
 
 class _Stage(Enum):
@@ -57,6 +61,8 @@ class AnswerParts:
 
     def text(self, text: str) -> None:
         """More text for the user."""
+        if not self._rules.has_text:
+            return
         if self._is_beside_call:
             self._blanks.append(text)
             if not text.strip(BLANKS):

@@ -140,6 +140,38 @@ def test_str_03_what_was_written_is_what_is_read(
     assert answer.content == before + after
 
 
+@st.composite
+def call_objects(draw: st.DrawFn, arguments_key: str) -> tuple[str, str, dict[str, object]]:
+    """A call as JSON whose keys come in any order, others among them; its name and its arguments."""
+    name, arguments = draw(NAMES), draw(ARGUMENTS)
+    others = draw(st.dictionaries(TEXTS.filter(lambda key: key not in _CALL_KEYS), VALUES, max_size=3))
+    members = [("name", name), (arguments_key, arguments), *others.items()]
+    return json.dumps(dict(draw(st.permutations(members)))), name, arguments
+
+
+_CALL_KEYS = ("name", "arguments", "parameters")
+_OBJECT_FORMS = {
+    "hermes": ("arguments", "<tool_call>\n{}\n</tool_call>"),
+    "llama3": ("parameters", "<|python_tag|>{}"),
+    "mistral": ("arguments", "[TOOL_CALLS] [{}]"),
+}
+
+
+@given(st.data(), st.sampled_from(sorted(_OBJECT_FORMS)), st.sampled_from(["", "Let me check. "]))
+@settings(max_examples=150, deadline=None)
+def test_str_03_keys_in_any_order_and_others_among_them_are_a_call(
+    data: st.DataObject, family: str, before: str
+) -> None:
+    key, frame = _OBJECT_FORMS[family]
+    written, name, arguments = data.draw(call_objects(key))
+    text = before + frame.replace("{}", written)
+    parts = parts_of(tool_parser(family), data.draw(cuts(text)))
+    answer = answer_of(parts)
+    assert answer == Answer(content=before, calls=answer.calls)
+    assert [(called, json.loads(given_text)) for called, given_text in answer.calls] == [(name, arguments)]
+    assert joined(parts) == joined(parts_of(tool_parser(family), [text]))
+
+
 _BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 

@@ -19,10 +19,12 @@ NAMES = frozenset({"f", "g", "get_weather", "数える"})
 READERS = {"hermes": read_hermes, "llama3": read_llama3, "mistral": read_mistral, "pythonic": read_pythonic}
 
 
-def tool_parser(family: str, max_calls: int | None = None, names: frozenset[str] = NAMES) -> GeneratorParser:
+def tool_parser(
+    family: str, max_calls: int | None = None, names: frozenset[str] = NAMES, *, has_text: bool = True
+) -> GeneratorParser:
     """A parser whose calls are numbered c0, c1, ..."""
     numbers = itertools.count()
-    rules = CallRules(names, lambda: f"c{next(numbers)}", max_calls)
+    rules = CallRules(names, lambda: f"c{next(numbers)}", max_calls, has_text)
     return GeneratorParser(READERS[family], AnswerParts(rules))
 
 

@@ -165,6 +165,38 @@ def test_a_call_cut_off_by_the_limit(server: Server) -> None:
     assert message_of(response)["tool_calls"][0]["function"]["arguments"] == '{"cit'
 
 
+def test_of_an_answer_that_must_call_no_markup_is_shown_where_it_is_cut(server: Server) -> None:
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    cut_name, cut_second = '<tool_call>\n{"name": "get_', f'{CALL}\n{SECOND}\n<tool_call>\n{{"name": "'
+    cases: list[tuple[str, Any, list[str]]] = [
+        (cut_name, named, []),
+        (cut_name, "required", []),
+        (cut_second, "required", ["get_weather", "now"]),
+    ]
+    for text, choice, names in cases:
+        body: Json = {"tools": [TOOL, OTHER], "tool_choice": choice}
+        response = ask(server, list(text), Finish.LENGTH, **body)
+        message = message_of(response)
+        assert not message["content"]
+        assert [call["function"]["name"] for call in message.get("tool_calls", [])] == names
+        assert response.json()["choices"][0]["finish_reason"] == "length"
+        deltas = [choice["delta"] for choice in stream(server, list(text), Finish.LENGTH, **body)]
+        assert not any(delta.get("content") for delta in deltas)
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        assert [call["function"]["name"] for call in calls if "name" in call["function"]] == names
+    message = message_of(ask(server, list(cut_name), Finish.LENGTH, tools=[TOOL]))
+    assert message["content"] == cut_name  # nothing tells that this is to be a call
+
+
+def test_thoughts_that_stay_in_the_content_are_all_of_it_where_a_call_must_come(thinking_server: Server) -> None:
+    thoughts = "<think>\n<tool_call>?\n</think>\n\n"
+    body: Json = {"tools": [TOOL], "tool_choice": "required", "separate_reasoning": False}
+    message = message_of(ask(thinking_server, list(thoughts + CALL + '\n<tool_call>\n{"na'), Finish.LENGTH, **body))
+    assert message["content"] == thoughts
+    assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [ARGUMENTS]
+    assert "reasoning_content" not in message
+
+
 def test_every_choice_has_its_own_calls(server: Server) -> None:
     server.backend.script = lambda submit: answering([CALL if submit.sampling.choice else SECOND])(submit)
     choices = request(server.port, "POST", PATH, {"messages": [USER], "tools": [TOOL, OTHER], "n": 2}).json()["choices"]

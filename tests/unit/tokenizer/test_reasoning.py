@@ -80,6 +80,18 @@ def test_thoughts_are_streamed_as_they_come_or_in_one_piece_or_not_at_all() -> N
     assert cut_off == [Reasoning("one")]
 
 
+@pytest.mark.parametrize("thoughts", ["<think>\nhm\n\n</think>\n\n", "<think></think>", " <think> a < b", "<think>\n"])
+def test_thoughts_that_are_not_taken_apart_are_text_as_they_were_written(thoughts: str) -> None:
+    wish = ReasoningWish(is_separate=False, is_shown=False, is_streamed=False)
+    rest = "" if "</think>" not in thoughts else CALL
+    answer = parsed(lambda: parser(rest=tool_parser("hermes", has_text=False), wish=wish), thoughts + rest)
+    assert answer.content == thoughts
+    assert len(answer.calls) == bool(rest)
+    opened = thoughts.lstrip().removeprefix("<think>")
+    again = parsed(lambda: parser(True, tool_parser("hermes", has_text=False), wish), opened + rest)
+    assert (again.content, again.calls) == (opened, answer.calls)
+
+
 def test_whether_a_prompt_leaves_a_block_open() -> None:
     assert MARKS.are_open_at("<|im_start|>assistant\n<think>\n")
     assert not MARKS.are_open_at("<|im_start|>assistant\n")

@@ -142,11 +142,20 @@ def test_more_calls_than_wanted_are_left_out(family: str) -> None:
         ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>'),
         ("hermes", '<tool_call>{"id": "7", "type": "function", "name": "f", "parameters": {"x": 1}}'),
         ("hermes", '<tool_call> {"name":"f","arguments":{"x":1}} </tool_call> \n'),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"x": 1}, "extra": 1}\n</tool_call>'),
+        ("hermes", '<tool_call>{"why": ["a", {"name": 5}], "name": "f", "n": null, "arguments": {"x": 1}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {"x": 1}, "extra": {}, "name": "f", "": ""}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}", "extra": 1}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1}, "parameters": {"y": 2}, "name": "g"}</tool_call>'),
+        ("hermes", '<tool_call>{"\\u006eame": "f", "arguments": {"x": 1}, "' + "k" * 3000 + '": 1}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1}, "extra": "cut of'),
         ("hermes", '\n\n<tool_call>{"name":"f","arguments":{"x":1}}\n'),
         ("hermes", '<tool_call>{"name":"f","arguments":{"x":1}'),
         ("hermes", '<tool_call>{"name":"f","arguments":{"x":1}}</tool_'),
         ("llama3", '\n {"type": "function", "name": "f", "parameters": {"x": 1}}\n'),
         ("llama3", '<|python_tag|> {"name": "f", "arguments": {"x": 1}}'),
+        ("llama3", '{"extra": 1, "name": "f", "thought": "so", "parameters": {"x": 1}, "last": [2]}'),
+        ("mistral", '[TOOL_CALLS] [{"a": 1, "name": "f", "arguments": {"x": 1}, "extra": {"b": "]"}}]'),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}, "id": "abcdefghi"}]'),
         ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {"x": 1}}'),
         ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"x": 1}'),
@@ -189,7 +198,8 @@ def test_several_calls_of_the_newer_mistral_form() -> None:
         ('<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call>', '{"a": ', "tru}}</tool_call>"),
         ('<tool_call>{"name": "f", "arguments": {"a": "\\q"}}</tool_call>', '{"a": "', '\\q"}}</tool_call>'),
         ('<tool_call>{"name": "f", "arguments": {"a": 01}}', '{"a": ', "01}}"),
-        ('<tool_call>{"name": "f", "arguments": {}, "x": 1}', "{}", ', "x": 1}'),
+        ('<tool_call>{"name": "f", "arguments": {}, "x": tru}', "{}", ', "x": tru}'),
+        ('<tool_call>{"name": "f", "arguments": {}, x: 1}', "{}", ", x: 1}"),
         ('<tool_call>{"name": "f", "arguments": {}} and so', "{}", "and so"),
     ],
 )
@@ -216,6 +226,27 @@ def test_json_that_breaks_goes_on_as_text_and_nothing_is_lost(text: str, argumen
 )
 def test_a_call_cut_off_by_the_answers_end_keeps_its_beginning(text: str, arguments: str) -> None:
     assert parse("llama3", text) == Answer(calls=[("f", arguments)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_an_answer_that_must_call_nothing_but_calls_is_shown_wherever_it_is_cut(family: str) -> None:
+    text = TWO_CALLS[family]
+    found = []
+    for end in range(len(text) + 1):
+        answer = parsed(lambda: tool_parser(family, has_text=False), text[:end])
+        assert answer.content == ""
+        assert [name for name, _ in answer.calls] == ["f", "g"][: len(answer.calls)]
+        found.append(len(answer.calls))
+    assert found == sorted(found)
+    assert set(found) == {0, 1, 2}
+
+
+def test_str_06_a_call_that_is_cut_before_its_name_is_text_where_text_may_come() -> None:
+    cut_call = '<tool_call>\n{"name": "get_'
+    assert parse("hermes", "Let me check. " + cut_call) == Answer(content="Let me check. " + cut_call)
+    answer = parse("hermes", f"Let me check. {TWO_CALLS['hermes']}\n{cut_call}")
+    assert answer.content == f"Let me check. \n{cut_call}"
+    assert [name for name, _ in answer.calls] == ["f", "g"]
 
 
 def test_raw_line_breaks_inside_a_string_are_escaped() -> None:

@@ -12,7 +12,7 @@ from services.wire.finish import Finish
 from services.wire.request_params import GrammarKind
 from tests.unit.tokenizer import model_templates as templates
 from tests.unit.tokenizer.backend_peers import Server, write_small_model
-from tests.unit.tokenizer.http_client import Json, request
+from tests.unit.tokenizer.http_client import Connection, Json, request
 from tests.unit.tokenizer.scripts import answering
 
 SCHEMA: Json = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -89,3 +89,32 @@ def test_str_07_what_means_nothing_is_refused(thinking_server: Server, path: str
     response = request(thinking_server.port, "POST", path, body)
     assert response.status == 400
     assert param in response.body.decode()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        ("/v1/messages", {**ANTHROPIC, "tool_choice": {"type": "any"}}, "content"),
+        ("/v1/responses", {**RESPONSES, "tool_choice": "required"}, "output"),
+    ],
+)
+@pytest.mark.parametrize(
+    "call", ["", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "京"}}\n</tool_call>']
+)
+def test_no_markup_is_an_item_of_an_answer_that_must_call_and_is_cut(
+    thinking_server: Server, path: str, body: Json, place: str, call: str
+) -> None:
+    pieces = list(call + '\n<tool_call>\n{"name": "get_')
+    thinking_server.backend.script = answering(pieces, Finish.LENGTH)
+    answer = request(thinking_server.port, "POST", path, body).json()
+    kinds = ["tool_use" if path == "/v1/messages" else "function_call"] if call else []
+    assert [item["type"] for item in answer[place]] == kinds
+    with Connection(thinking_server.port) as connection:
+        connection.send("POST", path, {**body, "stream": True})
+        events = connection.read_response().body.decode()
+    assert events.count('"type":"tool_use"' if path == "/v1/messages" else "event: response.output_item.added") == len(
+        kinds
+    )
+    assert "text_delta" not in events
+    assert "output_text" not in events
+    assert "tool_call>" not in events
