@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, cast
+from typing import NoReturn, Protocol, TypeAlias, cast
 
 from services.tokenizer.prompt_errors import ConversationError, InvalidTextError
 
@@ -212,28 +212,41 @@ def _tool_calls(calls: object, place: str) -> list[object]:
 
 
 def _tool_call(call: object, place: str) -> dict[str, object]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(call, Mapping):
         raise ConversationError("must hold a function with a name", place)
-    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+    return {**call, "function": _called(call.get("function"), place, f"{place}.function")}
+
+
+def _called(function: object, call_place: str, place: str) -> dict[str, object]:
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ConversationError("must hold a function with a name", call_place)
+    return {**function, "arguments": _arguments(function.get("arguments"), f"{place}.arguments")}
 
 
 def _legacy_call(message: Mapping[str, object], place: str) -> dict[str, object]:
     """`function_call`, the older spelling of a single call."""
     if message.get("tool_calls"):
         raise ConversationError("cannot go together with tool_calls", place)
-    return {"type": "function", **_tool_call({"function": message["function_call"]}, place)}
+    return {"type": "function", "function": _called(message["function_call"], place, place)}
 
 
-def _arguments(arguments: object) -> object:
-    """Templates print arguments as JSON themselves, so JSON text becomes the object; what is no object stays text."""
-    if not isinstance(arguments, str):
-        return {} if arguments is None else arguments
-    try:
-        value = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
+def _arguments(arguments: object, place: str) -> Mapping[str, object]:
+    """Templates print arguments as JSON themselves, so JSON text becomes the object; none are an empty one."""
+    value: object = arguments
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments, parse_constant=_refuse) if arguments.strip() else None
+        except (ValueError, RecursionError):
+            raise ConversationError("is not valid JSON; it must be the JSON text of an object", place) from None
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConversationError("must be an object, or the JSON text of one", place)
+    return value
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _is_small_plain(value: object) -> bool:

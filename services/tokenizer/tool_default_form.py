@@ -37,7 +37,7 @@ def in_default_form(
     """The same conversation without tools, calls and tools' answers but in its texts.
 
     Args:
-        messages: As templates expect them: contents are texts, arguments objects or texts.
+        messages: As templates expect them: contents are texts, arguments objects.
         tools: The declared functions; None for none.
         takes_system: Whether the template takes a system message; else the first user's message holds the tools.
     """
@@ -72,9 +72,7 @@ def _with_calls(message: Message) -> Message:
 
 
 def _call(function: Mapping[str, object]) -> str:
-    arguments = function["arguments"]
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": {written}}}'
+    return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
 
 
 def _introduction(tools: Sequence[object]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from services.tokenizer.api_error import ApiError, Code, bad_field
 from services.tokenizer.json_schema_check import SchemaLimits, check_size, checked_schema
+from services.tokenizer.json_schema_numbers import without_inexact
 from services.tokenizer.openai_schema import ChatBody
 
 MAX_TOOLS = 128
@@ -28,7 +29,7 @@ class DeclaredFunction:
     Attributes:
         name: Unique in the request.
         description: "" for none.
-        parameters: The JSON schema of its arguments, as the client wrote it; None for none.
+        parameters: The JSON schema of its arguments, which are an object, as the client wrote it; None for none.
         is_strict: Whether arguments must fit the schema whenever the model calls it.
         param: Where the client wrote it, for errors.
     """
@@ -52,19 +53,19 @@ class DeclaredFunction:
         """The schema that a grammar can hold the arguments to; of a function that is not strict as much as can be.
 
         Raises:
-            ApiError: 400 naming the place: no schema of an object; strict, and a keyword that would not be enforced.
+            ApiError: 400 naming the place: a schema that means nothing; strict, and a keyword not enforced.
         """
         if self.parameters is None:
             return dict(_NO_PARAMETERS)
-        whole = {"type": "object", **self.parameters}
-        if whole["type"] != "object":
-            raise bad_field(self.param, "arguments are an object: the schema's type must be object")
+        whole = {**self.parameters, "type": "object"}
         try:
             return checked_schema(whole, self.param, limits)
         except ApiError as error:
             if self.is_strict or error.code != Code.UNSUPPORTED_VALUE:
                 raise
-        return {**whole, "x-guidance": {"lenient": True}}
+        kept = without_inexact(whole)
+        assert isinstance(kept, dict)
+        return {**kept, "x-guidance": {"lenient": True}}
 
 
 @dataclass(frozen=True)
@@ -146,12 +147,26 @@ def _function(value: object, place: str, limits: SchemaLimits, ignored: dict[str
     if not isinstance(strict, bool | None):
         raise bad_field(f"{place}.strict", "must be true or false")
     parameters = function.get("parameters")
-    if parameters is not None:
-        check_size(_object(parameters, f"{place}.parameters"), f"{place}.parameters", limits)
+    schema_place = f"{place}.parameters"
+    schema = None if parameters is None else _object(parameters, schema_place)
+    if schema is not None:
+        check_size(schema, schema_place, limits)
+        _check_is_of_object(schema, schema_place)
     general = re.sub(r"\[\d+\]", "[]", place)
     ignored.update((f"{general}.{key}", None) for key in function if key not in _FUNCTION_KEYS)
-    schema = None if parameters is None else _object(parameters, place)
-    return DeclaredFunction(name, description or "", schema, bool(strict), f"{place}.parameters")
+    return DeclaredFunction(name, description or "", schema, bool(strict), schema_place)
+
+
+def _check_is_of_object(schema: Mapping[str, object], place: str) -> None:
+    """Arguments are an object with named members, which is all that a template and a parser know to do with them."""
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise bad_field(place, "must be the schema of an object: its type must be object")
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not all(isinstance(value, dict | bool) for value in properties.values()):
+        raise bad_field(f"{place}.properties", "must be an object of schemas")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise bad_field(f"{place}.required", "must be a list of names")
 
 
 def _object(value: object, place: str) -> Mapping[str, object]:

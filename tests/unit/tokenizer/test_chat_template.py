@@ -151,11 +151,27 @@ def test_null_fields_are_as_if_absent(tmp_path: Path) -> None:
     assert chat.render([_user() | {"name": "Ann", "tool_call_id": "7"}]) == "role content name tool_call_id"
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "null", '"text"', "9" * 5000, "[" * 100_000])
-def test_arguments_that_are_no_json_object_stay_text(tmp_path: Path, arguments: str) -> None:
-    chat = _Chat(small_model(tmp_path, THINKING), max_characters=1_000_000)
+_NO_OBJECTS = ['{"city":', "{", "[1]", "5", '"text"', '{"a": NaN}', "9" * 5000, "[" * 100_000, 5, 0, True, [], ["{}"]]
+
+
+@pytest.mark.parametrize("arguments", _NO_OBJECTS, ids=lambda arguments: repr(arguments)[:12])
+def test_arguments_that_are_no_object_are_refused_by_name(smollm2: _Chat, arguments: object) -> None:
+    good, bad = ({"name": "f", "arguments": value} for value in ("{}", arguments))
+    spoken: list[tuple[dict[str, object], str]] = [
+        ({"tool_calls": [{"function": good}, {"function": bad}]}, "messages[1].tool_calls[1].function.arguments"),
+        ({"function_call": bad}, "messages[1].function_call.arguments"),
+    ]
+    for calls, place in spoken:
+        with pytest.raises(ConversationError) as caught:
+            smollm2.ids([_user(), {"role": "assistant", **calls}])
+        assert caught.value.param == place
+
+
+@pytest.mark.parametrize("arguments", [None, "", " ", "null", "{}", {}])
+def test_a_call_without_arguments_has_an_empty_object(tmp_path: Path, arguments: object) -> None:
+    chat = _Chat(small_model(tmp_path, THINKING))
     call = {"function": {"name": "f", "arguments": arguments}}
-    assert f'"arguments": {arguments}}}' in chat.render([_user(), {"role": "assistant", "tool_calls": [call]}])
+    assert '"arguments": {}}' in chat.render([_user(), {"role": "assistant", "tool_calls": [call]}])
 
 
 @pytest.mark.parametrize("calls", ["x", [5], [{}], [{"function": {}}], [{"function": {"name": 1}}]])

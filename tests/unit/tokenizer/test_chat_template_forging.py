@@ -147,7 +147,7 @@ def test_tok_10_control_tokens_are_those_of_harmless_text(
 def _everywhere(text: str) -> Conversation:
     """A conversation with this text in every place that a client can fill."""
     call = {"id": text, "type": "function", "function": {"name": text, "arguments": '{"k": 1}'}}
-    second = {"id": text, "function": {"name": text, "arguments": text}}
+    second = {"id": text, "function": {"name": text, "arguments": {text: text}}}
     tool = {"type": "function", "function": {"name": text, "description": text, "parameters": {text: {"enum": [text]}}}}
     messages: Sequence[Mapping[str, object]] = [
         {"role": "system", "content": text, "name": text},

@@ -49,6 +49,15 @@ def test_message_keys_of_a_wrong_type_are_refused(server: Server, key: str, valu
     assert ask(server, {**USER, key: None}).status == 200
 
 
+@pytest.mark.parametrize("arguments", [5, '{"city":', "[]"])
+def test_arguments_of_a_call_that_are_no_object_are_refused_by_name(server: Server, arguments: Any) -> None:
+    bad: Json = {"id": "2", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    response = ask(server, USER, {**CALLING, "tool_calls": [CALL, bad]}, ANSWER)
+    assert_refused(response, "messages[1].tool_calls[1].function.arguments")
+    response = ask(server, USER, {"role": "assistant", "function_call": bad["function"]})
+    assert_refused(response, "messages[1].function_call.arguments")
+
+
 def test_an_answer_sent_back_as_openai_gives_it_is_taken(server: Server) -> None:
     empty: Json = {"refusal": None, "audio": None, "function_call": None, "tool_calls": None, "annotations": []}
     response = ask(server, USER, {"role": "assistant", "content": "a", **empty}, {**USER, "name": "Zoë"})

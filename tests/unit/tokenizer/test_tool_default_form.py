@@ -83,12 +83,6 @@ def test_cht_02_calls_and_answers_are_texts(smollm2: Chat) -> None:
     assert "None" not in smollm2.render(DIALOGUE)
 
 
-def test_arguments_that_are_no_object_stay_as_they_are(smollm2: Chat) -> None:
-    call = {"function": {"name": "f", "arguments": "{broken"}}
-    rendered = smollm2.render([USER, {"role": "assistant", "tool_calls": [call]}])
-    assert '{"name": "f", "arguments": {broken}' in rendered
-
-
 @pytest.mark.parametrize(
     "template", [THINKING, HEADERS, ALTERNATING, ASSEMBLED], ids=["own", "headers", "strict", "put"]
 )

@@ -110,6 +110,20 @@ def test_the_older_spelling() -> None:
         ({"tools": [{"function": {"name": "f", "strict": "yes"}}]}, "tools[0].function.strict"),
         ({"tools": [{"function": {"name": "f", "parameters": "{}"}}]}, "tools[0].function.parameters"),
         ({"tools": [{"function": {"name": "f", "parameters": {"x": "y" * 10_000}}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"type": ["null"]}}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"type": None}}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"type": 5}}}]}, "tools[0].function.parameters"),
+        (
+            {"tools": [*TOOLS, {"function": {"name": "h", "parameters": {"properties": []}}}]},
+            "tools[2].function.parameters.properties",
+        ),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": {"properties": {"a": 5}}}}]},
+            "tools[0].function.parameters.properties",
+        ),
+        ({"functions": [{"name": "f", "parameters": {"required": "a"}}]}, "functions[0].parameters.required"),
+        ({"functions": [{"name": "f", "parameters": {"type": "array"}}]}, "functions[0].parameters"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].function.name"),
         ({"tools": [{"function": {"name": f"f{index}"}} for index in range(129)]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -134,6 +148,13 @@ def test_unknown_keys_of_tools_are_named() -> None:
     assert list(use.ignored) == ["tools[].cache_control", "tools[].function.x"]
     assert [function.is_strict for function in use.functions] == [True, False]
     assert use.functions[0].rendered() == TOOLS[0]
+
+
+@pytest.mark.parametrize("kind", ["object", ["object", "null"], ["null", "object"]])
+def test_a_schema_that_an_object_fits_is_held_as_that_of_an_object(kind: object) -> None:
+    use = use_of(tools=[{"function": {"name": "f", "parameters": {**PARAMETERS, "type": kind}}}])
+    assert use is not None
+    assert use.functions[0].argument_schema(LIMITS) == {**PARAMETERS, "additionalProperties": False}
 
 
 def test_schemas_for_grammars() -> None:
