@@ -27,6 +27,7 @@ from services.tokenizer.json_schema_keywords import (
     FORMATS,
     INTEGER_FORMATS,
     KNOWN_DRAFTS,
+    MAX_COUNT,
     MAX_LITERAL_BYTES,
     MOMENT_CHARS,
     NUMBER_FORMATS,
@@ -36,6 +37,7 @@ from services.tokenizer.json_schema_keywords import (
     TYPES,
     UNENFORCED,
 )
+from services.tokenizer.json_schema_numbers import MOST_EXACT, fits_together, is_exact, is_exact_multiple
 
 _SHOWN_CHARS = 64
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref")  # what else the same value must be
@@ -103,6 +105,7 @@ class _Copy:
     limits: SchemaLimits
     num_properties: int = 0
     names: dict[tuple[str, bool], str] = field(default_factory=dict)
+    multiples: set[int | float] = field(default_factory=set)  # those that can concern the same value as others
 
     def whole(self) -> dict[str, object]:
         """The root and all that it refers to."""
@@ -130,6 +133,7 @@ class _Copy:
             inner_is_part = keyword == "allOf" or (keyword in _IN_PLACE and has_siblings)
             copy[keyword] = self.argument(keyword, argument, (f"{place}/{_escaped(keyword)}", depth, inner_is_part))
         self.settle_format(copy, place)
+        self.settle_multiple(copy, place, is_part)
         properties = copy.get("properties")
         if isinstance(properties, dict) and properties and not is_part and not copy.keys() & {*_SAYS_WHICH_KEYS}:
             required = copy.get("required", [])
@@ -242,11 +246,24 @@ class _Copy:
             return
         if name not in INTEGER_FORMATS:
             self.refuse(place, f"format {_shown(str(name))} would not be enforced", Code.UNSUPPORTED_VALUE)
+        if "number" in kinds:
+            whole = ["integer" if one == "number" else one for one in kinds]
+            copy["type"] = list(dict.fromkeys(whole)) if isinstance(kind, list) else whole[0]
         least, most = INTEGER_FORMATS[str(name)]
         low, high = copy.get("minimum", least), copy.get("maximum", most)
         assert isinstance(low, int | float)
         assert isinstance(high, int | float)
         copy |= {"minimum": max(low, least), "maximum": min(high, most)}
+
+    def settle_multiple(self, copy: Mapping[str, object], place: str, is_part: bool) -> None:
+        """Refuses a `multipleOf` that the library could not hold together with those of other parts of the schema."""
+        multiple = copy.get("multipleOf")
+        if not isinstance(multiple, int | float) or not (is_part or copy.keys() & {*_IN_PLACE}):
+            return
+        self.multiples.add(multiple)
+        if not fits_together(self.multiples):
+            problem = "would not be enforced together with the others of this schema"
+            self.refuse(f"{place}/multipleOf", problem, Code.UNSUPPORTED_VALUE)
 
     # ------------------------------------------------------------ values
 
@@ -264,6 +281,8 @@ class _Copy:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             self.refuse(place, "must be a whole number from 0 up")
+        if value > MAX_COUNT:
+            self.refuse(place, f"more than {MAX_COUNT} would not be enforced", Code.UNSUPPORTED_VALUE)
         return value
 
     def number(self, value: object, place: str, is_positive: bool) -> int | float:
@@ -272,6 +291,16 @@ class _Copy:
             self.refuse(place, "must be a number")
         if is_positive and value <= 0:
             self.refuse(place, "must be above 0")
+        value = self.exact(value, place)
+        if is_positive and not is_exact_multiple(value):
+            self.refuse(place, f"{value!r} would not be enforced exactly", Code.UNSUPPORTED_VALUE)
+        return value
+
+    def exact(self, value: int | float, place: str) -> int | float:
+        """A number that the library keeps as it is."""
+        if not is_exact(value):
+            limit = f"whole numbers up to {MOST_EXACT} (2**53 - 1) and fractions of at most 15 digits, 22 places, are"
+            self.refuse(place, f"{_shown_number(value)} would not be enforced exactly; {limit}", Code.UNSUPPORTED_VALUE)
         return value
 
     def type(self, value: object, place: str) -> object:
@@ -285,18 +314,20 @@ class _Copy:
         return value
 
     def literal(self, value: object, place: str, depth: int) -> None:
-        """What must be written letter by letter: no text in it is too long, nothing nested too deeply."""
+        """What must be written letter by letter: no text too long, no number that would be changed, no deep nesting."""
         if depth > self.limits.max_depth:
             self.refuse(place, f"a value is nested more than {self.limits.max_depth} deep")
         if isinstance(value, str):
             self.text(value, place)
+        elif isinstance(value, int | float):
+            self.exact(value, place)
         elif isinstance(value, list):
-            for item in value:
-                self.literal(item, place, depth + 1)
+            for index, item in enumerate(value):
+                self.literal(item, f"{place}/{index}", depth + 1)
         elif isinstance(value, dict):
             for name, item in value.items():
                 self.literal(name, place, depth + 1)
-                self.literal(item, place, depth + 1)
+                self.literal(item, f"{place}/{_escaped(name)}", depth + 1)
 
     def refuse(self, place: str, problem: str, code: Code = Code.INVALID_VALUE) -> NoReturn:
         """Raises a 400 that names the place."""
@@ -309,6 +340,11 @@ def _escaped(name: str) -> str:
 
 def _shown(text: str, limit: int = _SHOWN_CHARS) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _shown_number(value: int | float) -> str:
+    """A whole number of any size, shortened."""
+    return _shown(repr(value)) if abs(value) < 2**128 else "a number of so many digits"
 
 
 def _is_same(value: object, neutral: object) -> bool:

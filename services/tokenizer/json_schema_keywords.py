@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+MAX_COUNT = 2**31 - 1
+"""The largest `maxLength` and the like; the library counts in 32 bits."""
+
 MAX_LITERAL_BYTES = 16 * 1024
 """The longest text that an answer must repeat letter by letter; also the longest pattern."""
 
@@ -27,13 +30,14 @@ INTEGER_FORMATS: Mapping[str, tuple[int, int]] = {
     "int8": (-(2**7), 2**7 - 1),
     "int16": (-(2**15), 2**15 - 1),
     "int32": (-(2**31), 2**31 - 1),
-    "int64": (-(2**63), 2**63 - 1),
+    "int64": (-(2**63) + 2**10, 2**63 - 1),
     "uint8": (0, 2**8 - 1),
     "uint16": (0, 2**16 - 1),
     "uint32": (0, 2**32 - 1),
-    "uint64": (0, 2**64 - 1),
+    "uint64": (0, 2**63 - 1),
 }
-"""OpenAPI's, for numbers: they are bounds."""
+"""OpenAPI's, for numbers: they are bounds. Of those of 64 bits the library keeps no more than these exactly, so the
+lowest 1,024 of `int64` and the upper half of `uint64` cannot come."""
 
 NUMBER_FORMATS = frozenset(("float", "double", "decimal"))
 """Any JSON number fits them."""
