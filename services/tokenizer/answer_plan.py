@@ -143,6 +143,15 @@ def effort_switches(effort: str | None, dialect: Dialect) -> Mapping[str, object
     return {name: value for name, value in switches.items() if name in dialect.switches}
 
 
+def unused_switches(body: ChatBody, dialect: Dialect) -> list[str]:
+    """The fields for the template that it does not look at, and that nothing else depends on."""
+    effort, given = body.reasoning_effort, body.chat_template_kwargs or {}
+    unused = ["reasoning_effort"] if effort is not None and not effort_switches(effort, dialect) else []
+    if dialect.marks is not None and given.get("enable_thinking") is False:  # a grammar leaves no room for thoughts
+        given = {name: value for name, value in given.items() if name != "enable_thinking"}
+    return [*unused, *(f"chat_template_kwargs.{name}" for name in given if name not in dialect.switches)]
+
+
 def _parsers(
     family: ToolFamily, use: ToolUse | None, marks: ReasoningMarks | None, wish: ReasoningWish, is_open: bool
 ) -> ParserFactory:

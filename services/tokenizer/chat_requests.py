@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from services.runtime.config import Settings
 from services.tokenizer.answer_parts import ParserFactory
-from services.tokenizer.answer_plan import AnswerPlanner, conversation_of, effort_switches
+from services.tokenizer.answer_plan import AnswerPlanner, conversation_of, unused_switches
 from services.tokenizer.conversation import Conversation
 from services.tokenizer.generation import Generation
 from services.tokenizer.json_schema_check import SchemaLimits
@@ -43,12 +43,18 @@ class UnderstoodChat:
 
 
 @dataclass(frozen=True)
-class RenderedChat:
-    """A chat as the model would see it: text with the control tokens spelled out, and its ids."""
+class CountedChat:
+    """The ids of a chat, and what of its fields does nothing."""
 
-    text: str
     token_ids: Sequence[int]
     ignored: Ignored
+
+
+@dataclass(frozen=True)
+class RenderedChat(CountedChat):
+    """A chat as the model would see it: its text too, with the control tokens spelled out."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -92,13 +98,14 @@ class ChatRequests:
         )
         return UnderstoodChat(body, wanted, await self._ignored(chat), plan.parsers, use is not None and use.is_legacy)
 
-    async def token_ids(self, fields: Mapping[str, object]) -> list[int]:
+    async def count(self, fields: Mapping[str, object]) -> CountedChat:
         """The prompt of a chat, whether it fits or not.
 
         Raises:
             ApiError: as `understand`.
         """
-        return await self._prompts.chat_ids(self._checked(fields).conversation)
+        chat = self._checked(fields)
+        return CountedChat(await self._prompts.chat_ids(chat.conversation), await self._ignored(chat))
 
     async def render(self, fields: Mapping[str, object]) -> RenderedChat:
         """What the model would see of a chat, whether it fits or not.
@@ -109,7 +116,7 @@ class ChatRequests:
         chat = self._checked(fields)
         token_ids = await self._prompts.chat_ids(chat.conversation)
         text = await self._prompts.chat_text(chat.conversation)
-        return RenderedChat(text, token_ids, await self._ignored(chat))
+        return RenderedChat(token_ids, await self._ignored(chat), text)
 
     def _checked(self, fields: Mapping[str, object]) -> _CheckedChat:
         body, ignored = parse_chat(fields, self._settings)
@@ -122,7 +129,4 @@ class ChatRequests:
     async def _ignored(self, chat: _CheckedChat) -> Ignored:
         """The names that mean nothing, to anyone or to this model's template."""
         dropped = await self._prompts.dropped_keys(chat.conversation)
-        effort = chat.body.reasoning_effort
-        if effort is not None and not effort_switches(effort, self._prompts.dialect):
-            dropped = [*dropped, "reasoning_effort"]
-        return chat.ignored.with_dropped(dropped, self._settings)
+        return chat.ignored.with_dropped([*dropped, *unused_switches(chat.body, self._prompts.dialect)], self._settings)

@@ -73,8 +73,8 @@ def bias_of_ids(logit_bias: Mapping[str, float], model: ServedModel) -> dict[int
     biases: dict[int, float] = {}
     for key, bias in logit_bias.items():
         if not _TOKEN_ID.fullmatch(key):
-            raise bad_field("logit_bias", f"{key[:64]!r} is no token id")
-        check_token_ids((int(key),), model, "logit_bias")
+            raise bad_field(f"logit_bias.{key[:64]}", "the key is no token id")
+        check_token_ids((int(key),), model, f"logit_bias.{key}")
         if bias:
             biases[int(key)] = bias
     return biases

@@ -40,7 +40,9 @@ class Messages:
             chat = await self._chats.understand(words.fields)
             answer_id = f"msg_{chat.wanted.request_id.hex()}"
             num_prompt_tokens = len(chat.wanted.prompts[0].token_ids)
-            headers = answer_headers(answer_id, ignored.with_dropped(chat.ignored.names, self._settings))
+            headers = answer_headers(
+                answer_id, ignored.with_dropped(words.clients_names(chat.ignored.names), self._settings)
+            )
             return await self._generation.answer(
                 GenerationCall(
                     received=received,
@@ -64,7 +66,8 @@ class Messages:
         body, ignored = COUNT_FORM.parse(await read_json_body(request, self._settings), self._settings)
         words = chat_of(body)
         try:
-            token_ids = await self._chats.token_ids(words.fields)
+            counted = await self._chats.count(words.fields)
         except ApiError as error:
             raise words.in_clients_words(error) from None
-        return json_answer({"input_tokens": len(token_ids)}, ignored.headers)
+        told = ignored.with_dropped(words.clients_names(counted.ignored.names), self._settings)
+        return json_answer({"input_tokens": len(counted.token_ids)}, told.headers)

@@ -174,4 +174,11 @@ def call_input(arguments: str) -> object:
 
 def _error(error: ApiError) -> dict[str, object]:
     kind = _ERROR_TYPES.get(error.status) or ("api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": message_with_field(error)}}
+
+
+def message_with_field(error: ApiError) -> str:
+    """The message of an error for a form that has no place of its own for the field at fault."""
+    message = str(error.message)
+    names_it = not error.param or message.startswith(f"{error.param}: ")
+    return message if names_it else f"{error.param}: {message}"

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.tokenizer.chat_fields import ChatFields
+from services.tokenizer.chat_fields import ChatFields, ClientWords
 from services.tokenizer.field_tables import Neutral
 from services.tokenizer.request_body import BodyForm
 
@@ -150,15 +150,21 @@ _WITHOUT_EFFECT = frozenset(
         "metadata", "service_tier", "inference_geo", "cache_control", "diagnostics", "user_profile_id", "workspace_id",
     }
 )  # fmt: skip
+_WORDS = ClientWords(
+    renamed={".function.parameters": ".input_schema", ".function": ""},
+    not_shown={
+        "messages[].reasoning_content": "messages[].content[thinking]",
+        "messages[].tool_calls": "messages[].content[tool_use]",
+        "messages[tool].content": "messages[].content[tool_result]",
+    },
+)
 COUNT_FORM = BodyForm(CountTokensBody, _UNBUILT, _WITHOUT_EFFECT)
 MESSAGES_FORM = BodyForm(MessagesBody, _UNBUILT, _WITHOUT_EFFECT)
 
 
 def chat_of(body: CountTokensBody) -> ChatFields:
     """The chat that a body of messages means, and where each field of it came from."""
-    chat = ChatFields(
-        {"model": body.model, "stream": False}, {".function.parameters": ".input_schema", ".function": ""}
-    )
+    chat = ChatFields({"model": body.model, "stream": False}, _WORDS)
     if body.system is not None:
         chat.add_message({"role": "system", "content": _joined(body.system)}, "system")
     for index, message in enumerate(body.messages):

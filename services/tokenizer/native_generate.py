@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from services.model_files.tokenizer import LoadedTokenizer
 from services.runtime.config import Settings
-from services.tokenizer.api_error import ApiError
+from services.tokenizer.api_error import ApiError, bad_field
 from services.tokenizer.field_tables import UNBUILT_EVERYWHERE
 from services.tokenizer.generation import Generation, GenerationCall
 from services.tokenizer.json_answer import answer_headers
@@ -45,8 +45,13 @@ class NativeSamplingBody(SamplingBody, frozen=True, kw_only=True):
         """As `top_logprobs_num` says, if `return_logprob` asks for any."""
         return self.num_wanted_logprobs
 
+    @property
+    def limit_name(self) -> str:
+        """This route's own name."""
+        return "max_new_tokens"
 
-_SHARED_FORM = BodyForm(NativeSamplingBody, UNBUILT_EVERYWHERE)
+
+_SHARED_FORM = BodyForm(NativeSamplingBody, {**UNBUILT_EVERYWHERE, "stream_interval": (1,)})
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,9 @@ class NativeGenerate:
         for index, item in enumerate(items):
             param = f"{_prompt_param(body)}[{index}]" if body.is_list else _prompt_param(body)
             fitting = self._prompts.fitting(await self._prompts.raw_ids(item, param), wanted, param)
+            if body.wants_logprobs and body.logprobs_from >= len(fitting.token_ids):
+                problem = f"must be below the prompt's {len(fitting.token_ids)} tokens ({param})"
+                raise bad_field("logprob_start_len", problem)
             found.append(asking(fitting, body))
         return found
 
@@ -144,7 +152,7 @@ def asking(prompt: Prompt, body: GenerateBody) -> Prompt:
     start = body.logprobs_from
     if not body.wants_logprobs or start < 0:
         return prompt
-    asks = PromptParams(num_logprobs=body.num_top, logprobs_from=max(1, min(start, len(prompt.token_ids))))
+    asks = PromptParams(num_logprobs=body.num_top, logprobs_from=max(1, start))
     return Prompt(prompt.token_ids, prompt.max_tokens, prompt.text, asks)
 
 

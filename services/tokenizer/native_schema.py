@@ -39,6 +39,7 @@ class NativeSampling(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: Annotated[bool | None, Meta(description="Only true.")] = None
     no_stop_trim: bool | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
@@ -46,6 +47,7 @@ class NativeSampling(msgspec.Struct, frozen=True, kw_only=True):
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
+    stream_interval: Annotated[Count | None, Meta(description="Only 1.")] = None
     stop_regex: None = None
     structural_tag: None = None
     custom_params: None = None

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
 from services.runtime.config import Settings
-from services.tokenizer.api_error import Code, bad_field
+from services.tokenizer.api_error import ApiError, Code, bad_field
 from services.tokenizer.field_tables import Neutral, is_neutral
 
 _MAX_IGNORED_NAMES = 32
@@ -113,7 +113,7 @@ def convert(fields: Mapping[str, object], kind: type[Body]) -> Body:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        _raise_for(str(error))
+        raise _error_of(fields, kind, str(error)) from None
 
 
 def _nested_unknown(body: msgspec.Struct, fields: Mapping[str, object]) -> list[str]:
@@ -139,13 +139,62 @@ def _collect_unknown(value: object, raw: object, place: str, found: dict[str, No
 
 _PROBLEM = re.compile(r"(?P<problem>.*?)(?: - at `\$\.?(?P<param>.*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
+_NULL = re.compile(r"Expected .*, got `(?:null|NoneType)`", re.DOTALL)
+_ANY_KEY = "[...]"
+_STEP = re.compile(r"(\w+)|\[(\d+)\]")
 
 
-def _raise_for(text: str) -> NoReturn:
+def _error_of(fields: Mapping[str, object], kind: type[Body], text: str) -> ApiError:
     """Turns the library's "Expected `int`, got `str` - at `$.n`" into an error that names the field."""
-    found = _PROBLEM.fullmatch(text)
-    problem, param = (found["problem"], found["param"] or "") if found else (text, "")
+    problem, param = _parsed(text)
     missing = _MISSING.match(problem)
     if missing:
-        raise bad_field(".".join(filter(None, (param, missing[1]))), "is required", Code.MISSING_FIELD)
-    raise bad_field(param, problem[:1].lower() + problem[1:].replace("`", ""))
+        return bad_field(".".join(filter(None, (param, missing[1]))), "is required", Code.MISSING_FIELD)
+    if _NULL.fullmatch(problem) and param and not param.endswith("]"):  # null is the same as leaving a field out
+        return bad_field(param, "is required", Code.MISSING_FIELD)
+    if _ANY_KEY in param:
+        param = _with_key(fields, kind, problem, param)
+    return bad_field(param, problem[:1].lower() + problem[1:].replace("`", ""))
+
+
+def _parsed(text: str) -> tuple[str, str]:
+    found = _PROBLEM.fullmatch(text)
+    return (found["problem"], found["param"] or "") if found else (text, "")
+
+
+def _with_key(fields: Mapping[str, object], kind: type[Body], problem: str, param: str) -> str:
+    """Names the key of an object, for which the library says `[...]`: found by halving the object.
+
+    The first entry that is wrong is the one that is told, so it is in the first half exactly if that one fails alike.
+    """
+    before, _, after = param.partition(_ANY_KEY)
+    steps = [name or int(index) for name, index in _STEP.findall(before)]
+    found: object = fields
+    for step in steps:
+        found = found[step]  # type: ignore[index]  # the library has been there
+    assert isinstance(found, Mapping)
+    entries = list(found.items())
+    told = (problem, re.sub(r"\[\d+\]", "[0]", param))
+    while len(entries) > 1:
+        half = entries[: len(entries) // 2]
+        entries = half if _problem_of(_only(fields, steps, dict(half)), kind) == told else entries[len(half) :]
+    return f"{before}.{str(entries[0][0])[:64]}{after}"
+
+
+def _problem_of(fields: object, kind: type[Body]) -> tuple[str, str] | None:
+    try:
+        msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        return _parsed(str(error))
+    return None
+
+
+def _only(container: object, steps: Sequence[str | int], value: object) -> object:
+    """The container with nothing in it but what leads to a place, and this value there."""
+    if not steps:
+        return value
+    if isinstance(container, Mapping):
+        return {steps[0]: _only(container[steps[0]], steps[1:], value)}
+    assert isinstance(container, Sequence)
+    assert isinstance(steps[0], int)
+    return [_only(container[steps[0]], steps[1:], value)]

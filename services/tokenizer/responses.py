@@ -47,7 +47,9 @@ class Responses:
                     wanted=chat.wanted,
                     format=ResponsesFormat(answer_id, int(time.time()), self._model.name, body),
                     is_streamed=bool(body.stream),
-                    headers=answer_headers(answer_id, ignored.with_dropped(chat.ignored.names, self._settings)),
+                    headers=answer_headers(
+                        answer_id, ignored.with_dropped(words.clients_names(chat.ignored.names), self._settings)
+                    ),
                     parsers=chat.parsers,
                     prompt_param="messages",
                 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.tokenizer.chat_fields import ChatFields
+from services.tokenizer.chat_fields import ChatFields, ClientWords
 from services.tokenizer.responses_schema import (
     FunctionCallItem,
     FunctionOutputItem,
@@ -28,6 +28,15 @@ from services.tokenizer.responses_schema import (
 )
 
 _SAME_NAME = ("temperature", "top_p", "top_k", "seed", "stop", "chat_template_kwargs", "parallel_tool_calls", "stream")
+_WORDS = ClientWords(
+    renamed={".function": ""},
+    not_shown={
+        "messages[].reasoning_content": "input[reasoning]",
+        "messages[].tool_calls": "input[function_call]",
+        "messages[tool].content": "input[function_call_output]",
+    },
+    prompt="input",
+)
 
 
 def chat_of(body: ResponsesBody) -> ChatFields:
@@ -36,7 +45,7 @@ def chat_of(body: ResponsesBody) -> ChatFields:
     Raises:
         ApiError: 400 naming the field: a format without its schema.
     """
-    chat = ChatFields({"model": body.model}, {".function": ""}, prompt_name="input")
+    chat = ChatFields({"model": body.model}, _WORDS)
     if body.instructions is not None:
         chat.add_message({"role": "system", "content": body.instructions}, "instructions")
     if isinstance(body.input, str):
@@ -91,6 +100,7 @@ class _Turns:
     def _add_call(self, item: FunctionCallItem, place: str) -> None:
         turn = self._turn if self._turn is not None else self._open(place)
         function = {"name": item.name, "arguments": item.arguments}
+        self._chat.add_call_place(len(self._calls), place)
         self._calls.append({"id": item.call_id, "type": "function", "function": function})
         turn["tool_calls"] = self._calls
 

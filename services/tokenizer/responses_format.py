@@ -199,7 +199,7 @@ def _echo(body: ResponsesBody) -> dict[str, object]:
         "background": False,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "metadata": {},
+        "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},

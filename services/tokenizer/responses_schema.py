@@ -14,9 +14,11 @@ import msgspec
 from msgspec import Meta
 
 from services.runtime.config import Settings
+from services.tokenizer.api_error import bad_field
 from services.tokenizer.request_body import BodyForm, Ignored
 
 _INT32 = 2**31 - 1
+MAX_METADATA_PAIRS, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # as in the reference
 Status: TypeAlias = Annotated[str | None, Meta(description="Without effect.")]
 ItemId: TypeAlias = Annotated[str | None, Meta(description="Without effect.")]
 Name: TypeAlias = Annotated[str, Meta(min_length=1)]
@@ -138,6 +140,12 @@ class ReasoningConfig(msgspec.Struct, frozen=True, kw_only=True):
     generate_summary: Literal["auto"] | None = None
 
 
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a stream is told; its usage always comes with its last event."""
+
+    include_obfuscation: Annotated[bool | None, Meta(description="Without effect.")] = None
+
+
 class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/responses. Ranges of what a chat knows too are those of a chat."""
 
@@ -157,14 +165,15 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     stream: bool | None = None
-    stream_options: Annotated[
-        dict[str, Any] | None, Meta(description="Without effect: `include_obfuscation` changes no token.")
-    ] = None
+    stream_options: Annotated[StreamOptions | None, Meta(description="Without effect on any token.")] = None
     include: Annotated[
         list[Literal["reasoning.encrypted_content"]] | None,
         Meta(description="Without effect: thoughts come as text, and are understood when sent back."),
     ] = None
     truncation: Literal["disabled"] | None = None
+    metadata: Annotated[
+        dict[str, str] | None, Meta(description="At most 16 pairs; keys of 64 characters, values of 512; told back.")
+    ] = None
 
 
 _UNBUILT = {
@@ -179,7 +188,7 @@ _UNBUILT = {
 }
 _WITHOUT_EFFECT = frozenset(
     {
-        "metadata", "store", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "store", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
         "prompt_cache_options",
     }
 )  # fmt: skip
@@ -195,7 +204,19 @@ def parse_responses(fields: Mapping[str, object], settings: Settings) -> tuple[R
     items = fields.get("input")
     if isinstance(items, list):
         fields = {**fields, "input": [_typed(item) for item in items]}
-    return RESPONSES_FORM.parse(fields, settings)
+    body, ignored = RESPONSES_FORM.parse(fields, settings)
+    _check_metadata(body.metadata or {})
+    return body, ignored
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    if len(metadata) > MAX_METADATA_PAIRS:
+        raise bad_field("metadata", f"{len(metadata)} pairs, at most {MAX_METADATA_PAIRS} are allowed")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY:
+            raise bad_field(f"metadata.{key[:MAX_METADATA_KEY]}", f"a key has at most {MAX_METADATA_KEY} characters")
+        if len(value) > MAX_METADATA_VALUE:
+            raise bad_field(f"metadata.{key}", f"must be at most {MAX_METADATA_VALUE} characters")
 
 
 def _typed(item: object) -> object:

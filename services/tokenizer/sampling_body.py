@@ -85,6 +85,11 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def limit_name(self) -> str:
+        """What the client calls the field of `wanted_tokens`."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
     def num_choices(self) -> int:
         """Answers for each prompt."""
         return 1 if self.n is None else self.n
@@ -154,10 +159,10 @@ def _check_texts(body: SamplingBody, settings: Settings) -> None:
 
 def _check_lengths(body: SamplingBody) -> None:
     if body.wanted_tokens == 0 and not body.has_echo and body.prompt_logprobs is None:
-        param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        raise bad_field(param, "must be at least 1 unless the prompt itself is asked for: echo, prompt_logprobs")
+        problem = "must be at least 1 unless the prompt itself is asked for: echo, prompt_logprobs"
+        raise bad_field(body.limit_name, problem)
     if body.min_tokens and body.wanted_tokens is not None and body.min_tokens > body.wanted_tokens:
-        raise bad_field("min_tokens", f"must be at most max_tokens, {body.wanted_tokens}")
+        raise bad_field("min_tokens", f"must be at most {body.limit_name}, {body.wanted_tokens}")
     if body.truncate_prompt_tokens == 0:
         raise bad_field("truncate_prompt_tokens", "must be at least 1, or -1 for as many as fit")
 

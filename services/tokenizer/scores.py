@@ -120,8 +120,14 @@ class Scores:
 
     def _prompt(self, scored: _Scored, index: int) -> Prompt:
         place = f"continuations[{index}]"
-        if not 0 < scored.start < len(scored.token_ids):
-            raise bad_field(place, "shares no token with the prompt, or adds none to it")
+        if not scored.start:
+            problem = "written behind the prompt it changes the prompt's first token, so nothing stands before it"
+            raise bad_field(place, f"{problem}: use a longer prompt, or token ids")
+        if scored.start >= len(scored.token_ids):
+            problem = (
+                "written behind the prompt it has no token of its own to score, the prompt's tokens say it already"
+            )
+            raise bad_field(place, f"{problem}: use token ids")
         fitting = self._prompts.fitting(scored.token_ids, 0, place)
         return Prompt(fitting.token_ids, 0, asks=PromptParams(num_logprobs=0, logprobs_from=scored.start))
 

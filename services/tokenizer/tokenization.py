@@ -16,12 +16,12 @@ from msgspec import Meta
 from services.model_files.tokenizer import LoadedTokenizer
 from services.runtime.config import Settings
 from services.tokenizer.api_error import Code, bad_field
-from services.tokenizer.chat_requests import ChatRequests
+from services.tokenizer.chat_requests import ChatRequests, CountedChat
 from services.tokenizer.generation import Generation
 from services.tokenizer.http_body import read_json_body
 from services.tokenizer.json_answer import json_answer
 from services.tokenizer.prompts import PromptMaker
-from services.tokenizer.request_body import BodyForm
+from services.tokenizer.request_body import BodyForm, Ignored
 from services.tokenizer.request_limits import ServedModel, check_token_ids
 from services.tokenizer.sampling_body import TokenId
 
@@ -81,14 +81,15 @@ class Tokenization:
         """
         body, ignored = TOKENIZE_FORM.parse(await read_json_body(request, self._settings), self._settings)
         self._generation.check_model(body.model)
-        token_ids = await self._ids(body)
+        counted = await self._counted(body)
+        token_ids = counted.token_ids
         found: dict[str, object] = {
             "count": len(token_ids),
             "max_model_len": self._max_model_len,
             "tokens": token_ids,
             "token_strs": self._token_strings(token_ids) if body.return_token_strs else None,
         }
-        return json_answer(found, ignored.headers)
+        return json_answer(found, ignored.with_dropped(counted.ignored.names, self._settings).headers)
 
     async def detokenize(self, request: web.BaseRequest) -> web.StreamResponse:
         """The text of ids, control tokens spelled out.
@@ -127,21 +128,22 @@ class Tokenization:
     def _max_model_len(self) -> int:
         return self._generation.max_model_len
 
-    async def _ids(self, body: TokenizeBody) -> list[int]:
+    async def _counted(self, body: TokenizeBody) -> CountedChat:
+        """The ids of a raw text or of a chat."""
         if body.messages is not None and body.prompt is not None:
             raise bad_field("messages", "cannot be given together with prompt")
         if body.messages is not None:
             fields = {name: getattr(body, name) for name in _CHAT_NAMES if getattr(body, name) is not None}
             if body.add_special_tokens:
                 raise bad_field("add_special_tokens", "a chat has those that its template puts", Code.UNSUPPORTED_VALUE)
-            return await self._chats.token_ids(fields)
+            return await self._chats.count(fields)
         if body.prompt is None:
             raise bad_field("prompt", "is required, or messages", Code.MISSING_FIELD)
         for name in _CHAT_NAMES:
             if getattr(body, name) is not None:
                 raise bad_field(name, "is only for messages")
         adds = body.add_special_tokens is not False
-        return await self._prompts.text_ids(body.prompt, "prompt", add_special_tokens=adds)
+        return CountedChat(await self._prompts.text_ids(body.prompt, "prompt", add_special_tokens=adds), Ignored(()))
 
     def _token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """The tokens as the vocabulary spells them."""
