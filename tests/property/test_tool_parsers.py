@@ -143,7 +143,8 @@ def test_str_03_what_was_written_is_what_is_read(
 @st.composite
 def call_objects(draw: st.DrawFn, arguments_key: str) -> tuple[str, str, dict[str, object]]:
     """A call as JSON whose keys come in any order, others among them; its name and its arguments."""
-    name, arguments = draw(NAMES), draw(ARGUMENTS)
+    name: str = draw(NAMES)
+    arguments: dict[str, object] = {**draw(ARGUMENTS)}
     others = draw(st.dictionaries(TEXTS.filter(lambda key: key not in _CALL_KEYS), VALUES, max_size=3))
     members = [("name", name), (arguments_key, arguments), *others.items()]
     return json.dumps(dict(draw(st.permutations(members)))), name, arguments
