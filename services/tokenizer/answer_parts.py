@@ -101,8 +101,8 @@ class AnswerParser(Protocol):
     def feed(self, text: str) -> Sequence[Part]:
         """The parts that are certain after more text."""
 
-    def finish(self) -> Sequence[Part]:
-        """What was held back: the answer has ended."""
+    def finish(self, *, is_cut: bool = False) -> Sequence[Part]:
+        """What was held back: the answer has ended, by its length or a stop string if it was cut."""
 
 
 ParserFactory: TypeAlias = Callable[[], AnswerParser]

@@ -74,7 +74,7 @@ class CollectedAnswers:
         deltas: list[list[AnswerDelta]] = []
         ends: list[AnswerEnd] = []
         for choice, answer in enumerate(self._answers):
-            found = (answer.opening, answer.take_last())
+            found = (answer.opening, answer.take_last(is_cut=self._endings[choice].is_cut))
             deltas.append([delta for delta in found if delta is not None])
             is_last = choice == len(self._answers) - 1
             ends.append(answer.take_end(self._endings[choice], timings if is_last else None))
@@ -241,7 +241,7 @@ class EventStream:
         ending = self._endings.pop(choice, None) if self._endings else None
         options = self._options
         usage = options.usage() if options.has_continuous_usage else None
-        delta = answer.take(usage) if ending is None else answer.take_last(usage)
+        delta = answer.take(usage) if ending is None else answer.take_last(usage, is_cut=ending.is_cut)
         if delta is not None:
             events += self._named(choice, self._format.delta(choice, delta), delta)
         if ending is not None:

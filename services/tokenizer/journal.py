@@ -67,6 +67,11 @@ class Ending(NamedTuple):
     embedding: bytes = b""
     cached_tokens: int = 0
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the model would have gone on: a limit or a stop string ended it."""
+        return self.finish in (Finish.LENGTH, Finish.STOP_STRING)
+
 
 class GapError(Exception):
     """A chunk does not begin where the journal ends: what lies between was lost and must come again."""

@@ -108,12 +108,12 @@ class PendingAnswer:
         text = self.take_text()
         return self._delta((Text(text),) if self._parser is None else self._parser.feed(text), usage)
 
-    def take_last(self, usage: Mapping[str, object] | None = None) -> AnswerDelta | None:
-        """What can be shown now that nothing more will come."""
+    def take_last(self, usage: Mapping[str, object] | None = None, *, is_cut: bool = False) -> AnswerDelta | None:
+        """What can be shown now that nothing more will come; a parser is told whether the model would have gone on."""
         if self._parser is None:
             return self.take(usage)
         text = self.take_text()
-        return self._delta([*(self._parser.feed(text) if text else ()), *self._parser.finish()], usage)
+        return self._delta([*(self._parser.feed(text) if text else ()), *self._parser.finish(is_cut=is_cut)], usage)
 
     def take_end(
         self,

@@ -70,7 +70,7 @@ class PlainText:
         """The text."""
         return (Text(text),) if text else ()
 
-    def finish(self) -> Sequence[Part]:
+    def finish(self, *, is_cut: bool = False) -> Sequence[Part]:
         """Nothing is ever held back."""
         return ()
 
@@ -97,14 +97,14 @@ class ReasoningParser:
         self._source.add(text)
         return self._advance()
 
-    def finish(self) -> Sequence[Part]:
+    def finish(self, *, is_cut: bool = False) -> Sequence[Part]:
         """What was held back."""
         parts: Sequence[Part] = ()
         if not self._is_over:
             self._source.add("")
             self._source.close()
             parts = self._advance()
-        return [*parts, *self._rest.finish()]
+        return [*parts, *self._rest.finish(is_cut=is_cut)]
 
     def _advance(self) -> Sequence[Part]:
         try:

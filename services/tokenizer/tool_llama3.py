@@ -18,7 +18,7 @@ TAG = "<|python_tag|>"
 def read_llama3(source: TextSource, parts: AnswerParts) -> Waiting[None]:
     """Reads a whole answer."""
     if (yield from source.skip_blanks()) == "{":
-        yield from markup_or_text(source, parts, _calls(source, parts))
+        yield from markup_or_text(source, parts, _calls(source, parts), has_tag=False)
     while (yield from text_until(source, parts.text, TAG)):
         yield from markup_or_text(source, parts, _calls(source, parts))
 

@@ -55,6 +55,11 @@ class AnswerParts:
         self._num_calls = 0
         self._stage = _Stage.CLOSED
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call has begun."""
+        return self._num_calls > 0
+
     def knows(self, name: str) -> bool:
         """Whether a call of this function may be given."""
         return name in self._rules.names
@@ -99,13 +104,13 @@ class AnswerParts:
         """The call is complete."""
         self._stage = _Stage.CLOSED
 
-    def break_off(self, rest: str, *, is_at_end: bool) -> None:
+    def break_off(self, rest: str, *, is_at_end: bool, is_call: bool) -> None:
         """Something taken for markup is none: give it as text.
 
         At the end of an answer it may be cut off instead: then it belongs to the arguments of an open call, or to the
-        markup behind them.
+        markup behind them, or to that of a call (`is_call`) whose name is not there.
         """
-        if not is_at_end or self._stage is _Stage.CLOSED:
+        if not is_at_end or (self._stage is _Stage.CLOSED and not is_call):
             self.text(rest)
         elif self._stage is _Stage.ARGUMENTS:
             self.arguments(rest)

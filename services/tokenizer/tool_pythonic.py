@@ -22,7 +22,7 @@ _IDENTIFIER = re.compile(r"[^\W\d]\w*")
 def read_pythonic(source: TextSource, parts: AnswerParts) -> Waiting[None]:
     """Reads a whole answer."""
     if (yield from source.skip_blanks()) == "[":
-        yield from markup_or_text(source, parts, _list(source, parts))
+        yield from markup_or_text(source, parts, _list(source, parts), has_tag=False)
     while (yield from text_until(source, parts.text, TAG)):
         yield from markup_or_text(source, parts, _tagged(source, parts))
 

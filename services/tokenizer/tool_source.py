@@ -33,26 +33,33 @@ class NotMarkupError(Exception):
 class TextSource:
     """The text of one answer as it comes: one current piece, a position in it, and what is not committed."""
 
-    __slots__ = ("_at", "_is_over", "_piece", "_taken")
+    __slots__ = ("_at", "_is_cut", "_is_over", "_piece", "_taken")
 
     def __init__(self) -> None:
         self._piece = ""
         self._at = 0
         self._taken: list[str] = []
         self._is_over = False
+        self._is_cut = False
 
     def add(self, text: str) -> None:
         """The next piece; the one before was read to its end."""
         self._piece, self._at = text, 0
 
-    def close(self) -> None:
-        """No piece will follow."""
+    def close(self, *, is_cut: bool = False) -> None:
+        """No piece will follow; `is_cut`: the model would have gone on."""
         self._is_over = True
+        self._is_cut = is_cut
 
     @property
     def is_at_end(self) -> bool:
         """Whether the answer has ended and all of it was taken."""
         return self._is_over and self._at == len(self._piece)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the answer was cut and all of it was taken."""
+        return self._is_cut and self.is_at_end
 
     def peek(self) -> Waiting[str]:
         """The next character, not taken; "" at the end of the answer."""
@@ -161,12 +168,18 @@ def text_until(source: TextSource, give: Callable[[str], None], marker: str) -> 
     return False
 
 
-def markup_or_text(source: TextSource, parts: AnswerParts, reading: Waiting[None]) -> Waiting[None]:
-    """Reads markup; what turns out to be none is given as text, or closes the call that it broke off."""
+def markup_or_text(
+    source: TextSource, parts: AnswerParts, reading: Waiting[None], *, has_tag: bool = True
+) -> Waiting[None]:
+    """Reads markup; what turns out to be none is given as text, or closes the call that it broke off.
+
+    Where an answer is cut behind a tag, or behind a call, what begins there is a call and no text.
+    """
     try:
         yield from reading
     except NotMarkupError:
-        parts.break_off(source.commit(), is_at_end=source.is_at_end)
+        is_call = source.is_cut_off and (has_tag or parts.has_calls)
+        parts.break_off(source.commit(), is_at_end=source.is_at_end, is_call=is_call)
 
 
 class GeneratorParser:
@@ -184,10 +197,10 @@ class GeneratorParser:
             next(self._reading)
         return self._parts.take()
 
-    def finish(self) -> Sequence[Part]:
+    def finish(self, *, is_cut: bool = False) -> Sequence[Part]:
         """What was held back."""
         self._source.add("")
-        self._source.close()
+        self._source.close(is_cut=is_cut)
         for _ in self._reading:
             raise RuntimeError("a parser waits for text after the end of an answer")
         self._parts.close()

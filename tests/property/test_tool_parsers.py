@@ -88,10 +88,11 @@ def _new_parser(family: str, thinks: bool, is_open: bool) -> AnswerParser:
 def test_str_03_str_06_every_cut_gives_the_same_parts(
     data: st.DataObject, family: str, text: str, thinks: bool, is_open: bool
 ) -> None:
-    whole = joined(parts_of(_new_parser(family, thinks, is_open), [text]))
+    is_cut = data.draw(st.booleans())
+    whole = joined(parts_of(_new_parser(family, thinks, is_open), [text], is_cut=is_cut))
     answer_of(whole)
-    assert joined(parts_of(_new_parser(family, thinks, is_open), text)) == whole
-    assert joined(parts_of(_new_parser(family, thinks, is_open), data.draw(cuts(text)))) == whole
+    assert joined(parts_of(_new_parser(family, thinks, is_open), text, is_cut=is_cut)) == whole
+    assert joined(parts_of(_new_parser(family, thinks, is_open), data.draw(cuts(text)), is_cut=is_cut)) == whole
 
 
 @given(FAMILIES, st.lists(SCRAPS | TEXTS, max_size=12).map("".join))

@@ -65,9 +65,9 @@ def answer_of(parts: Iterable[Part]) -> Answer:
     return answer
 
 
-def parts_of(parser: AnswerParser, pieces: Iterable[str]) -> list[Part]:
+def parts_of(parser: AnswerParser, pieces: Iterable[str], *, is_cut: bool = False) -> list[Part]:
     """All parts of an answer that comes in these pieces."""
-    return [*(part for piece in pieces for part in parser.feed(piece)), *parser.finish()]
+    return [*(part for piece in pieces for part in parser.feed(piece)), *parser.finish(is_cut=is_cut)]
 
 
 def cut(text: str, size: int) -> list[str]:
@@ -75,9 +75,10 @@ def cut(text: str, size: int) -> list[str]:
     return [text[start : start + size] for start in range(0, len(text), size)]
 
 
-def parsed(new_parser: Callable[[], AnswerParser], text: str) -> Answer:
+def parsed(new_parser: Callable[[], AnswerParser], text: str, *, is_cut: bool = False) -> Answer:
     """An answer, which must be the same in pieces of 1, 2, 3, 7 and all characters."""
-    answers = [answer_of(parts_of(new_parser(), cut(text, size))) for size in (1, 2, 3, 7, len(text) or 1)]
+    sizes = (1, 2, 3, 7, len(text) or 1)
+    answers = [answer_of(parts_of(new_parser(), cut(text, size), is_cut=is_cut)) for size in sizes]
     assert all(answer == answers[0] for answer in answers), answers
     return answers[0]
 

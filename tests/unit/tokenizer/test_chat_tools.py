@@ -184,8 +184,16 @@ def test_of_an_answer_that_must_call_no_markup_is_shown_where_it_is_cut(server: 
         assert not any(delta.get("content") for delta in deltas)
         calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
         assert [call["function"]["name"] for call in calls if "name" in call["function"]] == names
-    message = message_of(ask(server, list(cut_name), Finish.LENGTH, tools=[TOOL]))
-    assert message["content"] == cut_name  # nothing tells that this is to be a call
+
+
+@pytest.mark.parametrize("finish", [Finish.LENGTH, Finish.STOP_STRING])
+def test_a_call_that_may_come_and_is_cut_before_its_name_is_no_text_either(server: Server, finish: Finish) -> None:
+    begun = 'Let me check.\n<tool_call>\n{"name": "get_'
+    assert message_of(ask(server, list(begun), finish, tools=[TOOL]))["content"] == "Let me check.\n"
+    deltas = [choice["delta"] for choice in stream(server, list(begun), finish, tools=[TOOL])]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Let me check.\n"
+    ended = message_of(ask(server, list(begun), Finish.STOP_TOKEN, tools=[TOOL]))
+    assert ended["content"] == begun  # the model meant no more than this
 
 
 def test_thoughts_that_stay_in_the_content_are_all_of_it_where_a_call_must_come(thinking_server: Server) -> None:

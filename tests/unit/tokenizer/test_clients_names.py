@@ -58,7 +58,7 @@ def error_of(response: Response) -> Json:
 THINKING_TURN: Json = {"role": "assistant", "content": [THOUGHT_BLOCK, {"type": "text", "text": "a"}]}
 REASONING_ITEM: Json = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
 ANSWER_ITEM: Json = {"role": "assistant", "content": "a"}
-IGNORED = [
+IGNORED: list[tuple[str, Json, str]] = [
     (CHAT, {"reasoning_effort": "low"}, "reasoning_effort"),
     (CHAT, {"chat_template_kwargs": {"enable_thinking": True, "x": 1}},
      "chat_template_kwargs.enable_thinking, chat_template_kwargs.x"),
@@ -237,7 +237,9 @@ def test_a_position_behind_the_prompt_is_refused(server: Server) -> None:
     assert ask(server, GENERATE, **{**body, "return_logprob": False}, logprob_start_len=3).status == 200
 
 
-BIASES = st.dictionaries(st.text(max_size=3), st.sampled_from([0, 5, 101, -200, "x", None, [], {}]), max_size=9)
+BIASES: st.SearchStrategy[Json] = st.dictionaries(
+    st.text(max_size=3), st.sampled_from([0, 5, 101, -200, "x", None, [], {}]), max_size=9
+)
 
 
 @given(BIASES, st.booleans())

@@ -35,7 +35,7 @@ class Brackets:
                 parts.append(Text(character))
         return parts
 
-    def finish(self) -> Sequence[Part]:
+    def finish(self, *, is_cut: bool = False) -> Sequence[Part]:
         thought, self._thought = self._thought, None
         return [Text("(" + "".join(thought))] if thought is not None else []
 

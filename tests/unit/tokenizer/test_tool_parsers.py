@@ -241,12 +241,40 @@ def test_of_an_answer_that_must_call_nothing_but_calls_is_shown_wherever_it_is_c
     assert set(found) == {0, 1, 2}
 
 
-def test_str_06_a_call_that_is_cut_before_its_name_is_text_where_text_may_come() -> None:
-    cut_call = '<tool_call>\n{"name": "get_'
-    assert parse("hermes", "Let me check. " + cut_call) == Answer(content="Let me check. " + cut_call)
-    answer = parse("hermes", f"Let me check. {TWO_CALLS['hermes']}\n{cut_call}")
-    assert answer.content == f"Let me check. \n{cut_call}"
-    assert [name for name, _ in answer.calls] == ["f", "g"]
+@pytest.mark.parametrize(
+    ("family", "begun"),
+    [
+        ("hermes", '<tool_call>\n{"name": "get_'),
+        ("hermes", "<tool_call>"),
+        ("hermes", '<tool_call>{"why": "so", "name'),
+        ("llama3", '<|python_tag|>{"name": "g'),
+        ("mistral", "[TOOL_CALLS] ["),
+        ("mistral", "[TOOL_CALLS]get_"),
+        ("pythonic", "<|python_start|>[get_weather("),
+    ],
+)
+def test_str_06_where_an_answer_is_cut_in_a_call_before_its_name_no_markup_is_text(family: str, begun: str) -> None:
+    def read(text: str, *, is_cut: bool = True) -> Answer:
+        return parsed(lambda: tool_parser(family), text, is_cut=is_cut)
+
+    assert read(begun) == Answer()
+    assert read("Let me check. " + begun) == Answer(content="Let me check. ")
+    assert read("Let me check. " + begun, is_cut=False) == Answer(content="Let me check. " + begun)
+    known = read(f"So: {ONE_CALL[family]}\n{begun}")
+    assert (known.content, [name for name, _ in known.calls]) == ("So: ", ["f"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_str_06_what_is_cut_before_a_tag_is_whole_is_text(family: str) -> None:
+    for text in ("a <tool_cal", "1 <", '{"name": "ge', "{", "[1, 2", "[TOOL_CAL", "<|python_ta", "see [f", "\n"):
+        assert parsed(lambda: tool_parser(family), text, is_cut=True) == Answer(content=text)
+
+
+@pytest.mark.parametrize("family", ["llama3", "pythonic"])
+def test_behind_a_bare_call_another_one_may_be_cut(family: str) -> None:
+    begun = TWO_CALLS[family].split("g")[0]
+    answer = parsed(lambda: tool_parser(family), begun, is_cut=True)
+    assert (answer.content, [name for name, _ in answer.calls]) == ("", ["f"])
 
 
 def test_raw_line_breaks_inside_a_string_are_escaped() -> None:
