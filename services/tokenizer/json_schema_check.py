@@ -179,13 +179,11 @@ class _Copy:
         if keyword == "type":
             return self.type(value, place)
         if keyword == "const":
-            self.literal(value, place, 0)
-            return value
+            return self.literal(value, place, 0)
         if keyword == "enum":
             if not isinstance(value, list) or not value:
                 self.refuse(place, "must be a list of values, not empty")
-            self.literal(value, place, 0)
-            return value
+            return self.literal(value, place, 0)
         if keyword == "required":
             if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
                 self.refuse(place, "must be a list of texts")
@@ -297,11 +295,11 @@ class _Copy:
         return value
 
     def exact(self, value: int | float, place: str) -> int | float:
-        """A number that the library keeps as it is."""
+        """A number that the library keeps as it is; one that is whole without a point, which costs digits."""
         if not is_exact(value):
             limit = f"whole numbers up to {MOST_EXACT} (2**53 - 1) and fractions of at most 15 digits, 22 places, are"
             self.refuse(place, f"{_shown_number(value)} would not be enforced exactly; {limit}", Code.UNSUPPORTED_VALUE)
-        return value
+        return int(value) if isinstance(value, float) and value.is_integer() else value
 
     def type(self, value: object, place: str) -> object:
         """`type`: a name or a list of names."""
@@ -313,21 +311,22 @@ class _Copy:
             self.refuse(place, "must name at least one type")
         return value
 
-    def literal(self, value: object, place: str, depth: int) -> None:
+    def literal(self, value: object, place: str, depth: int) -> object:
         """What must be written letter by letter: no text too long, no number that would be changed, no deep nesting."""
         if depth > self.limits.max_depth:
             self.refuse(place, f"a value is nested more than {self.limits.max_depth} deep")
         if isinstance(value, str):
-            self.text(value, place)
-        elif isinstance(value, int | float):
-            self.exact(value, place)
-        elif isinstance(value, list):
-            for index, item in enumerate(value):
-                self.literal(item, f"{place}/{index}", depth + 1)
-        elif isinstance(value, dict):
-            for name, item in value.items():
-                self.literal(name, place, depth + 1)
-                self.literal(item, f"{place}/{_escaped(name)}", depth + 1)
+            return self.text(value, place)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return self.exact(value, place)
+        if isinstance(value, list):
+            return [self.literal(item, f"{place}/{index}", depth + 1) for index, item in enumerate(value)]
+        if isinstance(value, dict):
+            return {
+                self.text(name, place): self.literal(item, f"{place}/{_escaped(name)}", depth + 1)
+                for name, item in value.items()
+            }
+        return value
 
     def refuse(self, place: str, problem: str, code: Code = Code.INVALID_VALUE) -> NoReturn:
         """Raises a 400 that names the place."""

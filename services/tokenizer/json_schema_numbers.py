@@ -2,8 +2,8 @@
 
 It reads a number as a double, quickly: the result is the nearest one only while the digits are a whole number below
 2**53 and the power of ten is small. Whole numbers it holds in 64 bits, but those beyond 2**53 were doubles before.
-A `multipleOf` it makes a fraction of two 32-bit numbers, by multiplying the double by ten until nothing is behind the
-point; several that concern one value become their least common multiple, without looking whether that fits.
+A `multipleOf` it makes a whole number and a power of ten, by multiplying the double by ten until nothing is behind the
+point; several that concern one value become their least common multiple. Whether that fits its 32 bits it does not see.
 
 Pure.
 """
@@ -20,7 +20,7 @@ MOST_EXACT = 2**53 - 1
 """The largest whole number to which one can be added without loss."""
 
 _MOST_POWER = 22  # 10**22 is the largest power of ten that is a double
-_MOST_32 = 2**32 - 1
+_MOST_MULTIPLE = (2**32 - 1) // 10  # the library multiplies remainders by ten, in 32 bits
 
 
 def is_exact(value: int | float) -> bool:
@@ -50,7 +50,7 @@ def is_exact_multiple(value: int | float) -> bool:
     double, power = float(value), 0
     while not double.is_integer():
         double, power = double * 10, power + 1
-    return 0 < double <= _MOST_32 and Decimal(int(double)).scaleb(-power) == Decimal(repr(value))
+    return 0 < double <= _MOST_MULTIPLE and Decimal(int(double)).scaleb(-power) == Decimal(repr(value))
 
 
 def common_multiple(values: set[int | float]) -> int:
@@ -62,7 +62,7 @@ def common_multiple(values: set[int | float]) -> int:
 
 def fits_together(values: set[int | float]) -> bool:
     """Whether the library can hold some `multipleOf` of one value together."""
-    return len(values) < 2 or common_multiple(values) <= _MOST_32
+    return len(values) < 2 or common_multiple(values) <= _MOST_MULTIPLE
 
 
 def without_inexact(schema: object) -> object:
