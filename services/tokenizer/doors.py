@@ -18,7 +18,7 @@ from pathlib import Path
 
 from services.runtime.service import Process
 from services.tokenizer.encryption import encryption_of
-from services.tokenizer.http_connection import HttpServer
+from services.tokenizer.http_server import HttpServer
 from services.tokenizer.listener import bind_port
 from services.wire.endpoints import ipc_endpoint, private_directory
 

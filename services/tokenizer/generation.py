@@ -20,8 +20,9 @@ from services.runtime.config import Settings
 from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, AnswerFormat, ParserFactory
 from services.tokenizer.answer_sinks import CollectedAnswers, EventStream, StreamOptions
 from services.tokenizer.api_error import ApiError, Code
+from services.tokenizer.chunked_output import ChunkedOutput
 from services.tokenizer.http_body import ReceivedRequest, read_json_body
-from services.tokenizer.http_connection import SERVER_NAME, ChunkedOutput, ClientConnection
+from services.tokenizer.http_connection import SERVER_NAME, ClientConnection
 from services.tokenizer.instruments import HttpStatistics
 from services.tokenizer.logit_rules import RuleMaker, bias_of_ids
 from services.tokenizer.open_request import OpenRequest

@@ -56,8 +56,6 @@ class HttpApi:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers one request."""
-        assert isinstance(request.protocol, ClientConnection)
-        request.protocol.begin_request()
         record = self._gate.watch.begin(request)
         self._http.num_open += 1
         self.idle.clear()

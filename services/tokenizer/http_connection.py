@@ -2,45 +2,33 @@
 
 A connection gets so long for the head of its first request and of every later one that has begun; an idle one is closed
 after a while; one whose client reads nothing of what lies ready is cut. What is not HTTP is answered in the error body
-of the API. Owns no request.
+of the API, behind the answers to all that came before it. A request that is answered before its body has come is the
+last of its connection. There is never more than one answer to a request. Owns no request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
-from aiohttp import web
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http_exceptions import LineTooLong
-from aiohttp.http_parser import RawRequestMessage
-from aiohttp.streams import StreamReader
-from aiohttp.web_protocol import RequestHandler, RequestPayloadError
+from aiohttp import HttpVersion10, HttpVersion11, web
+from aiohttp.http_exceptions import BadStatusLine
+from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
+from aiohttp.web_protocol import RequestHandler, RequestPayloadError, _ErrInfo
 
 from services.tokenizer.api_error import ApiError, Code
 from services.tokenizer.connection_limits import ConnectionCounts, ConnectionLimits
+from services.tokenizer.head_errors import closing_response, head_error, raw_response
+from services.tokenizer.lingering import Lingering
 
 IDLE_S = 75.0  # longer than the usual proxies keep a connection to us, or they would meet a closed one
 SERVER_NAME = "tokenway"
 _STALL_CHECKS = 4
 
 logger = logging.getLogger(__name__)
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-
-
-ResponseHeaders = Callable[[web.BaseRequest], Mapping[str, str]]
-
-
-class ClientRequest(web.BaseRequest):
-    """A request whose response gets the headers that every response to it needs, however it is made."""
-
-    response_headers: Mapping[str, str] = MappingProxyType({})
-
-    async def _prepare_hook(self, response: web.StreamResponse) -> None:
-        response.headers.update(self.response_headers)
 
 
 class ClientConnection(RequestHandler):
@@ -49,13 +37,15 @@ class ClientConnection(RequestHandler):
     __slots__ = (
         "_address",
         "_counts",
-        "_has_received",
+        "_has_begun_head",
         "_head_timer",
+        "_is_broken",
         "_is_last_request",
         "_limits",
+        "_lingering",
         "_newest_body",
+        "_num_unanswered",
         "_stall_timer",
-        "has_open_request",
         "is_control",
         "on_writable",
     )
@@ -78,17 +68,33 @@ class ClientConnection(RequestHandler):
             max_field_size=limits.max_header_bytes,
             max_headers=limits.max_headers,
         )
+        self._parser = HttpRequestParser(
+            self,
+            loop,
+            self._read_bufsize,
+            max_line_size=limits.max_header_bytes,
+            max_field_size=limits.max_header_bytes,
+            max_headers=limits.max_headers,
+            payload_exception=RequestPayloadError,
+            auto_decompress=False,
+            max_msg_queue_size=1,  # it stops behind every request, or an error further on would take that request along
+        )
         self._limits = limits
         self._counts = counts
         self._address = ""
         """Whose count this connection is in; "" for none."""
         self.is_control = is_control
         """Whether it came over the control listener."""
-        self.has_open_request = False
-        """Whether a request is being answered."""
-        self._has_received = False
-        self._newest_body: StreamReader | None = None
+        self._num_unanswered = 0
+        """Requests that have come and are not answered; what is not HTTP counts as one, and is the last."""
+        self._has_begun_head = False
+        """Whether a part of a next head has come."""
+        self._newest_body: StreamReader = EMPTY_PAYLOAD
         """What the newest head announced: a body that breaks is this one."""
+        self._is_broken = False
+        """Whether nothing that comes can be understood any more."""
+        self._lingering: Lingering | None = None
+        """Once nothing more is answered."""
         self._is_last_request = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -98,12 +104,12 @@ class ClientConnection(RequestHandler):
     @property
     def is_idle(self) -> bool:
         """Whether nothing of a next request has arrived."""
-        return not self.has_open_request and not self._has_received
+        return not self.has_open_request and not self._has_begun_head
 
-    def begin_request(self) -> None:
-        """A whole head has arrived."""
-        self.has_open_request = True
-        self._cancel_head_timer()
+    @property
+    def has_open_request(self) -> bool:
+        """Whether a request is being answered, or waits for it."""
+        return self._num_unanswered > 0
 
     def end_after_request(self) -> None:
         """Closes the connection when the present request is answered; what is still to come of its body is taken."""
@@ -119,7 +125,7 @@ class ClientConnection(RequestHandler):
             problem = self._counts.enter(self._address)
         if problem and self.transport is not None:
             error = ApiError(503, problem, code=Code.TOO_MANY_CONNECTIONS, retry_after_s=1)
-            self.transport.write(_raw_response(error, "Service Unavailable"))
+            self.transport.write(raw_response(error, "Service Unavailable"))
             self.force_close()
         else:
             self._await_head()
@@ -131,28 +137,62 @@ class ClientConnection(RequestHandler):
             self._address = ""
         self._cancel_head_timer()
         self._cancel_stall_timer()
+        if self._lingering is not None:
+            self._lingering.cancel()
         self.on_writable = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a head or a body."""
-        if not self.has_open_request:
-            self._has_received = True
-            if self._head_timer is None:
+        """Bytes of a head or a body; none when parsing goes on that was held up."""
+        if self._lingering is not None:
+            self._lingering.hear()
+        elif not self._is_broken:
+            is_between = self._newest_body.is_eof()
+            if self._parse(data):
+                self._has_begun_head = False
+                self._cancel_head_timer()
+            elif data and is_between:
+                self._has_begun_head = True
                 self._await_head()
-        super().data_received(data)
-        self._fail_broken_body()
 
-    def _fail_broken_body(self) -> None:
-        """Tells the request whose body broke off in its chunks: aiohttp only queues the error behind that request."""
-        for head, body in self._messages:
-            if isinstance(head, RawRequestMessage):
-                self._newest_body = body
-            elif self._newest_body is not None and not self._newest_body.is_eof():
-                self._messages.pop()  # an error is the last there is; the request itself answers with it
-                self._newest_body.set_exception(RequestPayloadError("the body cannot be read"))
-                self.close()  # after that answer: what follows has no beginning
-                return
+    def _parse(self, data: bytes) -> bool:
+        """Parses what has come, request by request; whether any began in it, or turned out to be none."""
+        has_begun = self._parse_once(data)
+        is_more = True
+        while is_more and not (self._is_broken or self._reading_paused or self._has_full_queue):
+            is_more = self._parse_once(b"")  # the parser may have stopped behind a request, with bytes left
+            has_begun = has_begun or is_more
+        return has_begun
+
+    @property
+    def _has_full_queue(self) -> bool:
+        return len(self._messages) >= self._max_msg_queue_size
+
+    def _parse_once(self, data: bytes) -> bool:
+        """Parses up to the end of one request at most; whether one has begun, or something that is none."""
+        num_before = len(self._messages)
+        super().data_received(data)
+        if len(self._messages) == num_before:
+            return False
+        self._judge_newest()
+        return True
+
+    def _judge_newest(self) -> None:
+        """What the newest in the queue is: a request, one of another age, the end of its body, or no request at all."""
+        head, body = self._messages[-1]
+        if isinstance(head, RawRequestMessage):
+            self._num_unanswered += 1
+            self._newest_body = body
+            if head.version not in (HttpVersion10, HttpVersion11):
+                self._is_broken = True
+                self._messages[-1] = _ErrInfo(400, BadStatusLine(""), "another version of HTTP"), EMPTY_PAYLOAD
+            return
+        self._is_broken = True
+        if self._newest_body.is_eof():
+            self._num_unanswered += 1
+        else:  # aiohttp would answer it behind that request, which answers with it itself
+            self._messages.pop()
+            self._newest_body.set_exception(RequestPayloadError("the body cannot be read"))
 
     def pause_writing(self) -> None:
         """The client has left a buffer full of bytes lying."""
@@ -169,17 +209,46 @@ class ClientConnection(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Writes what is not written yet of a response; afterwards the next head is awaited."""
+        """Writes what is not written yet of a response; afterwards the next head is awaited, or nothing any more."""
+        if self._upgraded and not self._messages:
+            self._decline_upgrade()
+        is_last = not request.content.is_eof() or (self._is_broken and self._num_unanswered <= 1)
         if not resp.prepared:
             resp.headers["Server"] = SERVER_NAME
+            if is_last:
+                resp.force_close()
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            self.has_open_request = False
-            self._has_received = False
+            self._num_unanswered -= 1
             self.on_writable = None
-            if self._is_last_request:
+            if is_last:
+                self._linger()
+            elif self._is_last_request:
                 self.close()
+            elif self._has_begun_head:
+                self._await_head()
+
+    def _decline_upgrade(self) -> None:
+        """What came behind a wish for another protocol is HTTP: aiohttp would parse it by itself, unjudged."""
+        assert self._parser is not None
+        self._parser.set_upgraded(False)
+        self._upgraded = False
+        tail, self._message_tail = self._message_tail, b""
+        self.data_received(tail)
+        if self._buffer_paused:
+            self._resume_reading_if_drained()
+
+    def _linger(self) -> None:
+        """Answers nothing more on this connection, and closes it when its client has stopped sending."""
+        self._force_close = True  # ends aiohttp's own loop and leaves the transport to us
+        if self._waiter is not None:
+            self._waiter.cancel()
+        self._cancel_head_timer()
+        self._has_begun_head = False
+        if self.transport is not None and self._lingering is None:
+            self._lingering = Lingering(self._loop, self.transport)
+            self._resume_transport_reading()
 
     def handle_error(
         self,
@@ -189,12 +258,9 @@ class ClientConnection(RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """The answer to what is not HTTP, or not within the limits."""
-        self._cancel_head_timer()
         if request.writer.output_size > 0:
             raise ConnectionResetError("a broken request behind an answered one")
-        response = error_response(_head_error(exc, message))
-        response.force_close()
-        return response
+        return closing_response(head_error(exc, message))
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         """Called for what escapes while a request is ended; a broken body there is the client's doing, and answered."""
@@ -204,14 +270,20 @@ class ClientConnection(RequestHandler):
             super().log_exception(*args, **kw)
 
     def _await_head(self) -> None:
-        self._head_timer = self._loop.call_later(self._limits.head_timeout_s, self._give_up_head)
+        """Counts from now, unless it counts already or requests are to be answered first."""
+        if self._head_timer is None and not self.has_open_request:
+            self._head_timer = self._loop.call_later(self._limits.head_timeout_s, self._give_up_head)
 
     def _give_up_head(self) -> None:
         self._head_timer = None
-        if self._has_received and self.transport is not None:
-            error = ApiError(408, "the head of the request did not arrive in time", code=Code.REQUEST_TIMEOUT)
-            self.transport.write(_raw_response(error, "Request Timeout"))
-        self.force_close()
+        if self.transport is None or self.transport.is_closing():
+            return
+        if not self._has_begun_head:
+            self.force_close()
+            return
+        error = ApiError(408, "the head of the request did not arrive in time", code=Code.REQUEST_TIMEOUT)
+        self.transport.write(raw_response(error, "Request Timeout"))
+        self._linger()
 
     def _cancel_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -247,100 +319,3 @@ class ClientConnection(RequestHandler):
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
-
-
-class HttpServer(web.Server):
-    """Makes connections; handlers are cancelled when their client leaves."""
-
-    def __init__(
-        self, handler: Handler, limits: ConnectionLimits, response_headers: ResponseHeaders, *, is_control: bool = False
-    ) -> None:
-        """Inside a running event loop.
-
-        Args:
-            handler: Answers every request.
-            limits: What clients may do.
-            response_headers: What every response to a request has to carry.
-            is_control: Whether this is the control listener.
-        """
-        super().__init__(handler, request_factory=self._new_request, handler_cancellation=True)
-        self.counts = ConnectionCounts(limits)
-        self._limits = limits
-        self._response_headers = response_headers
-        self._is_control = is_control
-        self._own_loop = asyncio.get_running_loop()
-
-    def __call__(self) -> ClientConnection:
-        """A connection's protocol."""
-        return ClientConnection(self, self._own_loop, self._limits, self.counts, self._is_control)
-
-    def close_idle(self) -> None:
-        """Closes the connections that nobody uses now, and lets the others end with their present request."""
-        for connection in self.connections:
-            if not isinstance(connection, ClientConnection) or connection.is_idle:
-                connection.force_close()
-            elif connection.has_open_request:
-                connection.end_after_request()
-
-    def _new_request(
-        self,
-        message: RawRequestMessage,
-        payload: StreamReader,
-        protocol: RequestHandler,
-        writer: AbstractStreamWriter,
-        task: asyncio.Task[None],
-    ) -> web.BaseRequest:
-        request = ClientRequest(
-            message, payload, protocol, writer, task, self._own_loop, client_max_size=self._limits.max_body_bytes
-        )
-        request.response_headers = self._response_headers(request)
-        return request
-
-
-class ChunkedOutput:
-    """Event bytes straight to the socket's transport: no task wakes up and nothing is awaited for a token."""
-
-    __slots__ = ("_connection", "_is_chunked", "_transport")
-
-    def __init__(self, connection: ClientConnection, is_chunked: bool) -> None:
-        """`is_chunked`: whether the response is in chunked transfer coding (HTTP/1.1)."""
-        self._connection = connection
-        self._transport = connection.transport
-        self._is_chunked = is_chunked
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether the client is a buffer behind."""
-        return self._connection.writing_paused
-
-    def write(self, data: bytes) -> None:
-        """Writes one transfer chunk in one piece."""
-        transport = self._transport
-        if transport is not None and not transport.is_closing():
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
-
-    def cut(self) -> None:
-        """Ends the connection at once."""
-        if self._transport is not None:
-            logger.info("cut a connection whose client is too far behind")
-            self._transport.abort()
-
-
-def error_response(error: ApiError) -> web.Response:
-    """An error as a response."""
-    return web.Response(
-        status=error.status, body=error.body(), content_type="application/json", headers=error.headers()
-    )
-
-
-def _head_error(exc: BaseException | None, message: str | None) -> ApiError:
-    if isinstance(exc, LineTooLong) or "Too many headers" in (message or ""):
-        return ApiError(431, "the head of the request is too large", code=Code.HEADERS_TOO_LARGE)
-    return ApiError(400, "the request is not valid HTTP", code=Code.INVALID_HTTP)
-
-
-def _raw_response(error: ApiError, reason: str) -> bytes:
-    body = error.body()
-    head = f"HTTP/1.1 {error.status} {reason}\r\nContent-Type: application/json\r\n"
-    head += "".join(f"{name}: {value}\r\n" for name, value in error.headers().items())
-    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body

@@ -38,7 +38,7 @@ from services.tokenizer.generation import Generation
 from services.tokenizer.handlers import RouteParts, handlers_of
 from services.tokenizer.health import Health
 from services.tokenizer.http_api import Gate, HttpApi
-from services.tokenizer.http_connection import HttpServer
+from services.tokenizer.http_server import HttpServer
 from services.tokenizer.instruments import HttpStatistics, RequestCollector, TokenizerCollector
 from services.tokenizer.key_budgets import KeyBudgets
 from services.tokenizer.logit_rules import RuleMaker
