@@ -18,6 +18,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from services.runtime.config import Settings
+from services.tokenizer.answer_ids import AnswerKind
 from services.tokenizer.answer_parts import AnswerDelta, TokenLogprobs
 from services.tokenizer.api_error import bad_field, internal_error
 from services.tokenizer.embeddings import PROMPT_ALONE, prompt_usage
@@ -83,7 +84,7 @@ class Scores:
         scored = await self._scored(body)
         wanted = AnswersWanted(PROMPT_ALONE, [self._prompt(one, index) for index, one in enumerate(scored)])
         finished = await self._generation.collect(wanted, received.time_s)
-        answer_id = f"score-{wanted.request_id.hex()}"
+        answer_id = f"{AnswerKind.SCORE}{wanted.request_id.hex()}"
         answer = {
             "id": answer_id,
             "object": "list",
@@ -102,12 +103,14 @@ class Scores:
         places = [f"continuations[{index}]" for index in range(len(body.continuations))]
         if isinstance(body.prompt, str):
             ids: Sequence[int] = await self._prompts.text_ids(body.prompt, "prompt", add_special_tokens=adds)
+            if not ids:
+                raise bad_field("prompt", "has no tokens")
             found = []
             for place, text in zip(places, body.continuations, strict=True):
                 if not isinstance(text, str):
                     raise bad_field(place, "must be a text, as the prompt is")
                 whole = await self._prompts.text_ids(body.prompt + text, place, add_special_tokens=adds)
-                found.append(_Scored(whole, shared_length(ids, whole)))
+                found.append(_Scored(whole, start_of(ids, whole, place)))
             return found
         check_token_ids(body.prompt, self._model, "prompt")
         found = []
@@ -120,16 +123,29 @@ class Scores:
 
     def _prompt(self, scored: _Scored, index: int) -> Prompt:
         place = f"continuations[{index}]"
-        if not scored.start:
-            problem = "written behind the prompt it changes the prompt's first token, so nothing stands before it"
-            raise bad_field(place, f"{problem}: use a longer prompt, or token ids")
-        if scored.start >= len(scored.token_ids):
-            problem = (
-                "written behind the prompt it has no token of its own to score, the prompt's tokens say it already"
-            )
-            raise bad_field(place, f"{problem}: use token ids")
         fitting = self._prompts.fitting(scored.token_ids, 0, place)
         return Prompt(fitting.token_ids, 0, asks=PromptParams(num_logprobs=0, logprobs_from=scored.start))
+
+
+def start_of(prompt: Sequence[int], whole: Sequence[int], place: str) -> int:
+    """Where the continuation begins in the ids of prompt and continuation written as one text.
+
+    Args:
+        prompt: Its ids alone, at least one.
+        whole: The ids of both.
+        place: The continuation, for errors.
+
+    Raises:
+        ApiError: 400: its border with the prompt leaves no token before it, or none of it.
+    """
+    start = shared_length(prompt, whole)
+    if not start:
+        problem = "written behind the prompt it changes the prompt's first token, so nothing stands before it"
+        raise bad_field(place, f"{problem}: use a longer prompt, or token ids")
+    if start == len(whole):
+        problem = "written behind the prompt it adds no token to the prompt's, so there is nothing to score"
+        raise bad_field(place, f"{problem}: use a longer text, or token ids")
+    return start
 
 
 def shared_length(prompt: Sequence[int], whole: Sequence[int]) -> int:

@@ -56,6 +56,16 @@ def message_of(client: Client, **body: Any) -> tuple[Json, str]:
     return choice["message"], choice["finish_reason"]
 
 
+@pytest.mark.parametrize("max_tokens", [1, 8, 12, 60])
+def test_where_a_call_that_must_come_is_cut_no_markup_is_content(page_1: Client, max_tokens: int) -> None:
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice in ("required", named):
+        message, reason = message_of(page_1, tools=TOOLS, tool_choice=choice, max_tokens=max_tokens)
+        assert not message["content"]
+        assert reason in ("length", "tool_calls")
+        assert max_tokens > 1 or "tool_calls" not in message
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_str_07_a_required_call_is_a_valid_one(page_1: Client, seed: int) -> None:
     message, reason = message_of(

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.tokenizer.scores import shared_length
+from services.tokenizer.api_error import ApiError
+from services.tokenizer.scores import shared_length, start_of
 from services.wire.columns import unpack_int32
 from services.wire.finish import Finish
 from services.wire.request_params import Task
@@ -123,6 +124,22 @@ def test_a_continuation_that_joins_a_token_of_the_prompt_is_scored_from_there(
     response, [submit] = played(server, pool, SCORE, body, tell)
     assert submit.prompt.logprobs_from == 1
     assert len(response.json()["data"][0]["token_ids"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "whole", "problem"),
+    [
+        ([1, 2], [3, 4], "changes the prompt's first token"),
+        ([1], [2], "changes the prompt's first token"),
+        ([1, 2], [1, 2], "adds no token"),
+        ([1, 2], [1], "adds no token"),
+    ],
+)
+def test_a_continuation_without_a_border_is_refused(prompt: list[int], whole: list[int], problem: str) -> None:
+    with pytest.raises(ApiError, match=problem) as caught:
+        start_of(prompt, whole, "continuations[3]")
+    assert caught.value.param == "continuations[3]"
+    assert start_of(prompt, [*prompt, 9], "") == len(prompt)
 
 
 @given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
