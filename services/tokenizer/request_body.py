@@ -137,7 +137,7 @@ def _collect_unknown(value: object, raw: object, place: str, found: dict[str, No
             _collect_unknown(item, raw_item, f"{place}[]", found)
 
 
-_PROBLEM = re.compile(r"(?P<problem>.*?)(?: - at `\$\.?(?P<param>.*)`)?", re.DOTALL)
+_PROBLEM = re.compile(r"(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<param>.*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _NULL = re.compile(r"Expected .*, got `(?:null|NoneType)`", re.DOTALL)
 _ANY_KEY = "[...]"
@@ -159,7 +159,10 @@ def _error_of(fields: Mapping[str, object], kind: type[Body], text: str) -> ApiE
 
 def _parsed(text: str) -> tuple[str, str]:
     found = _PROBLEM.fullmatch(text)
-    return (found["problem"], found["param"] or "") if found else (text, "")
+    if found is None:
+        return text, ""
+    problem = found["problem"]
+    return f"a key: {problem[:1].lower()}{problem[1:]}" if found["key"] else problem, found["param"] or ""
 
 
 def _with_key(fields: Mapping[str, object], kind: type[Body], problem: str, param: str) -> str:

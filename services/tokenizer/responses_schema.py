@@ -14,13 +14,14 @@ import msgspec
 from msgspec import Meta
 
 from services.runtime.config import Settings
-from services.tokenizer.api_error import bad_field
 from services.tokenizer.request_body import BodyForm, Ignored
 
 _INT32 = 2**31 - 1
-MAX_METADATA_PAIRS, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # as in the reference
 Status: TypeAlias = Annotated[str | None, Meta(description="Without effect.")]
 ItemId: TypeAlias = Annotated[str | None, Meta(description="Without effect.")]
+MetadataKey: TypeAlias = Annotated[str, Meta(max_length=64)]
+MetadataValue: TypeAlias = Annotated[str, Meta(max_length=512)]
+Metadata: TypeAlias = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16, description="Told back.")]
 Name: TypeAlias = Annotated[str, Meta(min_length=1)]
 
 
@@ -171,9 +172,7 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Without effect: thoughts come as text, and are understood when sent back."),
     ] = None
     truncation: Literal["disabled"] | None = None
-    metadata: Annotated[
-        dict[str, str] | None, Meta(description="At most 16 pairs; keys of 64 characters, values of 512; told back.")
-    ] = None
+    metadata: Metadata | None = None
 
 
 _UNBUILT = {
@@ -204,19 +203,7 @@ def parse_responses(fields: Mapping[str, object], settings: Settings) -> tuple[R
     items = fields.get("input")
     if isinstance(items, list):
         fields = {**fields, "input": [_typed(item) for item in items]}
-    body, ignored = RESPONSES_FORM.parse(fields, settings)
-    _check_metadata(body.metadata or {})
-    return body, ignored
-
-
-def _check_metadata(metadata: Mapping[str, str]) -> None:
-    if len(metadata) > MAX_METADATA_PAIRS:
-        raise bad_field("metadata", f"{len(metadata)} pairs, at most {MAX_METADATA_PAIRS} are allowed")
-    for key, value in metadata.items():
-        if len(key) > MAX_METADATA_KEY:
-            raise bad_field(f"metadata.{key[:MAX_METADATA_KEY]}", f"a key has at most {MAX_METADATA_KEY} characters")
-        if len(value) > MAX_METADATA_VALUE:
-            raise bad_field(f"metadata.{key}", f"must be at most {MAX_METADATA_VALUE} characters")
+    return RESPONSES_FORM.parse(fields, settings)
 
 
 def _typed(item: object) -> object:
