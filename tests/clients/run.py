@@ -24,7 +24,9 @@ def main() -> int:
     tests = [option for option in options if not option.startswith("-")] or [str(FOLDER)]
     flags = [option for option in options if option.startswith("-")]
     with running("smollm2:135m", served_model_name=MODEL_NAME, kv_cache_tokens=8192) as server:
-        command = [arguments.python, "-m", "pytest", "-c", str(FOLDER / "pytest.ini"), *flags, *tests]
+        # Fixtures of the other tests need what the clients' environment does not have.
+        only_here = ["-c", str(FOLDER / "pytest.ini"), f"--confcutdir={FOLDER}"]
+        command = [arguments.python, "-m", "pytest", *only_here, *flags, *tests]
         variables = {"TOKENWAY_CLIENTS_URL": server.url, "TOKENWAY_CLIENTS_MODEL": MODEL_NAME}
         return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
 
