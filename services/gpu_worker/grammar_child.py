@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import resource
 import signal
 import sys
 from contextlib import suppress
 from typing import BinaryIO
 
+import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from services.gpu_worker.grammar_text import STEP_LIMITS, library_grammar
+from services.gpu_worker.grammar_problems import MAX_PROBLEM_CHARS, problem_of_matcher
+from services.gpu_worker.grammar_text import MAX_FORCED, STEP_LIMITS, library_grammar
 from services.gpu_worker.grammar_vocabulary import library_tokenizer
 from services.model_files.source import open_model
 from services.model_files.vocabulary import load_vocabulary
@@ -28,8 +31,7 @@ from services.wire.steps import CompileGrammar, GrammarCompiled
 
 READY = b"ready\n"
 LENGTH_BYTES = 4
-MAX_PROBLEM_CHARS = 1000
-_DEAD_ENDS = ("NoExtension", "NoExtensionBias")
+_WALKED_TOKENS = 16
 _GRACE = 1.5  # the worker kills a child that is late; if the worker is gone, an alarm does a little later
 
 logger = logging.getLogger(__name__)
@@ -42,10 +44,22 @@ def problem_of(request: CompileGrammar, tokenizer: LLTokenizer) -> str:
     except ValueError as error:
         return str(error)[:MAX_PROBLEM_CHARS]
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=STEP_LIMITS)
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # the first one costs most
-    problem = _first_paragraph(matcher.get_error()) if matcher.is_error() else ""
-    return "no text is a sentence of it" if problem in _DEAD_ENDS else problem
+    _walk(matcher)
+    return problem_of_matcher(matcher)
+
+
+def _walk(matcher: LLMatcher) -> None:
+    """Begins an answer as rows will: the first masks cost most, and many a grammar grows too large in one of them."""
+    draw = random.Random(0)  # the same grammar always gets the same verdict
+    for _ in range(_WALKED_TOKENS):
+        if matcher.is_error() or matcher.is_stopped():
+            return
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))
+        if matcher.is_error() or not len(allowed):
+            return
+        matcher.consume_token(int(draw.choice(allowed)))
+        if not matcher.is_error():
+            matcher.consume_tokens(matcher.compute_ff_tokens()[:MAX_FORCED])
 
 
 def serve(requests: BinaryIO, answers: BinaryIO, tokenizer: LLTokenizer, timeout_s: float) -> None:
@@ -67,11 +81,6 @@ def limit_memory(num_bytes: int) -> None:
     with open("/proc/self/statm", encoding="ascii") as file:
         has_bytes = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (has_bytes + num_bytes,) * 2)
-
-
-def _first_paragraph(error: str) -> str:
-    """What the library says, without its dump of the state."""
-    return error.split("\n<", 1)[0].strip()[:MAX_PROBLEM_CHARS] or "the grammar library refuses it"
 
 
 def main(model: str, width: str, timeout_s: str, memory_mib: str) -> None:

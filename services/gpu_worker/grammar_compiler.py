@@ -112,6 +112,11 @@ class GrammarCompiler:
         self._keep(grammar, template)
         return template.deep_copy()
 
+    def forget_matcher(self, grammar: Grammar) -> None:
+        """Drops what is kept of a grammar: the next row gets a matcher that is built anew."""
+        with self._lock:
+            self._templates.pop(grammar, None)
+
     def close(self) -> None:
         """Ends the thread, as soon as it is done with what it does, and the child."""
         if self._thread is not None:

@@ -20,15 +20,15 @@ import numpy as np
 from llguidance import LLMatcher
 
 from services.gpu_worker.grammar_compiler import GrammarCompiler
+from services.gpu_worker.grammar_problems import is_too_large
 from services.gpu_worker.grammar_seam import GrammarMasks
+from services.gpu_worker.grammar_text import MAX_FORCED
 from services.runtime.histogram import Histogram
 from services.runtime.logs import about
 from services.wire.columns import unpack_int32
-from services.wire.request_params import NO_LOGPROBS
+from services.wire.finish import Finish
+from services.wire.request_params import NO_LOGPROBS, Grammar
 from services.wire.steps import NewRow
-
-MAX_FORCED = 128
-"""Most ids that a row jumps at once; the rest follows with the next one."""
 
 MASK_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.5)
 
@@ -37,11 +37,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Row:
-    """One answer. `matcher` is None once it has failed; `jumps`: whether forced ids are given at once."""
+    """One answer. `jumps`: whether forced ids are given at once; `finish`: why it failed, then `matcher` is None."""
 
     request_id: bytes
+    grammar: Grammar
     matcher: LLMatcher | None
     jumps: bool
+    finish: Finish = Finish.NONE
 
 
 class MasksInTheMaking:
@@ -80,10 +82,12 @@ class GrammarRows:
 
     def set_up(self, new: NewRow) -> None:
         """A row whose answer has a grammar; its output so far is in its ids. One that cannot be set up fails later."""
-        assert new.sampling.grammar is not None
+        grammar = new.sampling.grammar
+        assert grammar is not None
         jumps = self._jumps_ahead and new.sampling.num_logprobs == NO_LOGPROBS
-        row = self._rows[new.row] = _Row(new.request_id, self.compiler.matcher(new.sampling.grammar), jumps)
+        row = self._rows[new.row] = _Row(new.request_id, grammar, self.compiler.matcher(grammar), jumps)
         if row.matcher is None:
+            row.finish = Finish.INTERNAL_ERROR
             logger.error("a row has a grammar that was not compiled here", extra=about(new.request_id))
             return
         self._consume(row, unpack_int32(new.token_ids)[new.num_prompt_tokens :])
@@ -132,7 +136,7 @@ class GrammarRows:
             if row.matcher is not None:
                 row.matcher.unsafe_compute_mask_ptr(bits[place].ctypes.data, bits.strides[0])
                 self._check(row)
-        masks = GrammarMasks(bits, np.array([row.matcher is None for row in rows], dtype=np.bool_))
+        masks = GrammarMasks(bits, np.array([row.finish for row in rows], dtype=np.int64))
         return masks, time.perf_counter() - started_s
 
     def _jump(self, row: _Row) -> list[int]:
@@ -150,9 +154,14 @@ class GrammarRows:
             row.matcher.consume_tokens(list(token_ids))
             self._check(row)
 
-    @staticmethod
-    def _check(row: _Row) -> None:
-        if row.matcher is not None and row.matcher.is_error():
-            problem = row.matcher.get_error().split("\n", 1)[0]
-            logger.error("the grammar of a row fails: %s", problem, extra=about(row.request_id))
-            row.matcher = None
+    def _check(self, row: _Row) -> None:
+        """Ends the row if its grammar has failed. Copies share what they have made, so the next row begins afresh."""
+        if row.matcher is None or not row.matcher.is_error():
+            return
+        problem = row.matcher.get_error().split("\n", 1)[0]
+        has_grown = is_too_large(row.matcher)
+        log = logger.warning if has_grown else logger.error
+        log("the grammar of a row fails: %s", problem, extra=about(row.request_id))
+        row.finish = Finish.GRAMMAR_TOO_LARGE if has_grown else Finish.INTERNAL_ERROR
+        row.matcher = None
+        self.compiler.forget_matcher(row.grammar)

@@ -15,16 +15,16 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from services.gpu_worker.row_lines import Bools
+from services.gpu_worker.uploads import Int64s
 from services.wire.steps import NewRow
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarMasks:
-    """Which ids may come next: bits [n, num_words] int32, see `bit_masks`; is_failed [n], rows whose grammar failed."""
+    """Which ids may come next: bits [n, num_words] int32, see `bit_masks`; finishes [n], NONE or why one failed."""
 
     bits: npt.NDArray[np.int32]
-    is_failed: Bools
+    finishes: Int64s
 
 
 class MaskJob(Protocol):

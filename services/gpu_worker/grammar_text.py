@@ -10,6 +10,9 @@ from llguidance import LLMatcher, LLParserLimits
 from services.gpu_worker.grammar_ebnf import lark_of_ebnf
 from services.wire.request_params import Grammar, GrammarKind
 
+MAX_FORCED = 128
+"""Most ids that a row jumps at once; the rest follows with the next one."""
+
 STEP_LIMITS = LLParserLimits(
     max_lexer_states=50_000,  # a state takes 1 to 2 kB, and all rows of a grammar share them
     step_lexer_fuel=200_000,  # about 15 ms of a mask

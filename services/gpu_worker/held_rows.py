@@ -54,6 +54,7 @@ class HeldRow:
         request_id, attempt: whose it is.
         token_ids: what is known of its tokens on the host.
         is_refused: whether it came with ids that the model does not have.
+        has_failed: whether a step that it was part of has failed for it.
         failed_page: the first page (its place in the line) that may hold what is not finite, of a row that failed.
     """
 
@@ -61,6 +62,7 @@ class HeldRow:
     attempt: int
     token_ids: Int32s
     is_refused: bool
+    has_failed: bool = False
     failed_page: int | None = None
 
 

@@ -28,7 +28,6 @@ class Counters:
     num_steps: int = 0
     num_computed_tokens: int = 0
     num_sampled_tokens: int = 0
-    num_failed_rows: int = 0
     forward_us: int = 0
 
 
@@ -48,7 +47,6 @@ class WorkerInstruments(Collector):
         counters.num_steps += 1
         counters.num_computed_tokens += num_tokens
         counters.num_sampled_tokens += len(result.token_ids) // 4
-        counters.num_failed_rows += len(result.finishes) - result.finishes.count(0)
         counters.forward_us += result.forward_us
         self._step_seconds.observe(result.step_us / 1e6)
 
@@ -60,7 +58,7 @@ class WorkerInstruments(Collector):
         yield counter("worker_steps", counters.num_steps)
         yield counter("worker_computed_tokens", counters.num_computed_tokens)
         yield counter("worker_sampled_tokens", counters.num_sampled_tokens)
-        yield counter("worker_failed_rows", counters.num_failed_rows)
+        yield counter("worker_failed_rows", worker.state.num_failed_rows)
         yield counter("worker_forward_seconds", counters.forward_us / 1e6)
         yield counter("worker_kv_write_bytes", kv_bytes)
         yield counter("worker_refused_messages", refused)

@@ -26,7 +26,7 @@ from torch import Tensor
 from services.gpu_worker.grammar_seam import MaskJob
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.prepared_step import PreparedStep, StepRows
-from services.gpu_worker.row_lines import Bools, Picks
+from services.gpu_worker.row_lines import Picks
 from services.gpu_worker.sampler import SampledTokens
 from services.gpu_worker.step_result import FinishedStep, StepTimes, empty_result, find_finishes, step_result
 from services.gpu_worker.step_times import StepClock
@@ -45,18 +45,18 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
     """A launched step that runs something: its rows, those that pick, its output (on the host once it is done), and
-    [num_rows] the rows that could not be computed. `forced` is filled when the grammars know what came of it.
+    [num_rows] NONE, or why a row could not be computed. `forced` is filled when the grammars know what came of it.
     """
 
     rows: StepRows
     picks: Picks
     output: StepOutput
-    has_raised: Bools
+    faults: Int64s
     forced: dict[int, list[int]] = field(default_factory=dict)
 
     def finishes(self) -> Int64s:
         """For each row NONE, or why it failed; once it is done."""
-        return find_finishes(self.rows, self.output, self.has_raised)
+        return find_finishes(self.rows, self.output, self.faults)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class StepLauncher:
         if self._untold and self._untold[0][0] is step:
             self._tell_grammars(*self._untold.popleft())
         finishes = step.finishes()
-        self._state.note_failures(step.rows, finishes == Finish.NUMERICAL_ERROR)
+        self._state.note_failures(step.rows, finishes)
         return step_result(
             pending.plan,
             FinishedStep(step.rows, step.picks, step.output, finishes, step.forced),
@@ -158,12 +158,12 @@ class StepLauncher:
         )
 
     def _compute(self, plan: StepPlan, step: PreparedStep, clock: StepClock) -> StepInFlight:
-        has_raised = np.zeros(len(step.rows.rows), dtype=np.bool_)
+        faults = np.full(len(step.rows.rows), Finish.NONE, dtype=np.int64)
         turn = None if self._untold and step.has_grammar else self._begin_turn(step)
-        what = f"step {plan.step} of {len(has_raised)} rows"
+        what = f"step {plan.step} of {len(faults)} rows"
         passed = self._attempt(lambda: self._forward(step, clock), what)
         turn = turn or self._begin_turn(step)
-        masks = self._wait_for_masks(turn, has_raised)
+        masks = self._wait_for_masks(turn, faults)
         of_all = None if masks is None else masks.of(masks.masked)
         work = self._state.options.work(turn.picks, step.spans, of_all)
         output = None
@@ -171,9 +171,9 @@ class StepLauncher:
             hidden, logits = passed
             output = self._attempt(lambda: self._state.options.run(work, self._runner, hidden, logits), what)
         if output is None:
-            output = self._run_one_by_one(step, turn.picks, masks, has_raised, clock)
+            output = self._run_one_by_one(step, turn.picks, masks, faults, clock)
         self._state.keep(work, output)
-        return StepInFlight(step.rows, turn.picks, output.to_host(), has_raised)
+        return StepInFlight(step.rows, turn.picks, output.to_host(), faults)
 
     def _forward(self, step: PreparedStep, clock: StepClock) -> tuple[Tensor, Tensor]:
         """Hidden states of all tokens, logits of each row's last one."""
@@ -184,17 +184,18 @@ class StepLauncher:
         return hidden, logits
 
     def _run_one_by_one(
-        self, step: PreparedStep, picks: Picks, masks: _Masks | None, has_raised: Bools, clock: StepClock
+        self, step: PreparedStep, picks: Picks, masks: _Masks | None, faults: Int64s, clock: StepClock
     ) -> StepOutput:
         """Each row by itself; marks those that raise again."""
-        if len(has_raised) == 1:
-            has_raised[0] = True
+        if len(faults) == 1:
+            faults[0] = Finish.INTERNAL_ERROR
             return StepOutput(_no_token(self._device))
         parts = []
-        for place in range(len(has_raised)):
+        for place in range(len(faults)):
             one = functools.partial(self._run_alone, step.alone(place), picks.alone(place), masks, clock)
             part = self._attempt(one, "a row alone", step.rows.request_ids[place])
-            has_raised[place] |= part is None
+            if part is None:
+                faults[place] = Finish.INTERNAL_ERROR
             parts.append(part or StepOutput(_no_token(self._device)))
         return StepOutput.joined(parts)
 
@@ -225,13 +226,13 @@ class StepLauncher:
         picks = self._state.pick(step)
         return _Turn(picks, self._state.begin_masks(picks))
 
-    def _wait_for_masks(self, turn: _Turn, has_raised: Bools) -> _Masks | None:
+    def _wait_for_masks(self, turn: _Turn, faults: Int64s) -> _Masks | None:
         """The masks on the device; marks rows whose grammar has failed."""
         if turn.begun is None:
             return None
         masked, job = turn.begun
         made = job.wait()
-        has_raised[masked.places[made.is_failed]] = True
+        faults[masked.places] = made.finishes
         return _Masks(masked, upload(made.bits, self._device))
 
     def _tell_grammars(self, step: StepInFlight, clock: StepClock) -> None:

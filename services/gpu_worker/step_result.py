@@ -13,7 +13,7 @@ import numpy as np
 from services.gpu_worker.pooling import embeddings
 from services.gpu_worker.prepared_step import StepRows
 from services.gpu_worker.prompt_logprobs import prompt_pieces
-from services.gpu_worker.row_lines import Bools, Picks
+from services.gpu_worker.row_lines import Picks
 from services.gpu_worker.step_work import StepOutput
 from services.gpu_worker.uploads import Int64s
 from services.wire.columns import pack_int32
@@ -55,10 +55,11 @@ class _LogprobColumns:
     values: bytes = b""
 
 
-def find_finishes(rows: StepRows, output: StepOutput, has_raised: Bools) -> Int64s:
-    """For each row NONE, or why it failed."""
+def find_finishes(rows: StepRows, output: StepOutput, faults: Int64s) -> Int64s:
+    """For each row NONE, or why it failed; `faults` [num_rows]: NONE, or why it could not be computed."""
     finishes = np.where(output.tokens.is_failed.numpy(), np.int64(Finish.NUMERICAL_ERROR), np.int64(Finish.NONE))
-    return np.where(rows.is_refused | has_raised, np.int64(Finish.INTERNAL_ERROR), finishes)
+    finishes = np.where(faults != Finish.NONE, faults, finishes)
+    return np.where(rows.is_refused, np.int64(Finish.INTERNAL_ERROR), finishes)
 
 
 def empty_result(plan: StepPlan, times: StepTimes) -> StepResult:

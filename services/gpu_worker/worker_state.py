@@ -23,10 +23,11 @@ from services.gpu_worker.held_rows import HeldRows, WorkerSizes
 from services.gpu_worker.page_table import PageTable
 from services.gpu_worker.plan_check import PlanError
 from services.gpu_worker.prepared_step import PreparedStep, Spans, StepRows
-from services.gpu_worker.row_lines import Bools, Picks
+from services.gpu_worker.row_lines import Picks
 from services.gpu_worker.step_inputs import StepInputs
 from services.gpu_worker.step_work import RowOptions, StepOutput, StepWork
 from services.gpu_worker.uploads import Int64s, int64_column, upload_together
+from services.wire.finish import Finish
 from services.wire.steps import NewRow, StepPlan
 
 Int32s = npt.NDArray[np.int32]
@@ -46,6 +47,8 @@ class WorkerState:
         """What the rows want of their logits and hidden states."""
         self._last_tokens = torch.zeros(sizes.max_rows, dtype=torch.int64, device=device)
         self._held = HeldRows(sizes)
+        self.num_failed_rows = 0
+        """Rows that failed so far."""
 
     @property
     def num_held(self) -> int:
@@ -96,11 +99,18 @@ class WorkerState:
         self._last_tokens.index_copy_(0, work.rows, output.tokens.token_ids.index_select(0, work.places))
         self.options.keep(work, output)
 
-    def note_failures(self, rows: StepRows, is_failed: Bools) -> None:
-        """Remembers which pages failed rows have spoiled, until they are released."""
-        for place in np.flatnonzero(is_failed).tolist():
+    def note_failures(self, rows: StepRows, finishes: Int64s) -> None:
+        """Counts rows that failed, each once, and remembers which pages they have spoiled, until they are released.
+
+        With plans ahead a row that has failed runs in further steps, and fails in these too.
+        """
+        for place in np.flatnonzero(finishes != Finish.NONE).tolist():
             held = self._held.holder(rows, place)
-            if held is not None:
+            if held is None:
+                continue
+            self.num_failed_rows += not held.has_failed
+            held.has_failed = True
+            if finishes[place] == Finish.NUMERICAL_ERROR:
                 page = int(rows.starts[place]) // self._sizes.page_size
                 held.failed_page = page if held.failed_page is None else min(page, held.failed_page)
 

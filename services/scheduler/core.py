@@ -369,7 +369,7 @@ class Core:
         self.queues.release_held(leader)
 
     def _finish(self, request: Request, first_index: int, token_ids: list[int], finish: Finish) -> Produced:
-        is_sound = finish not in (Finish.NUMERICAL_ERROR, Finish.INTERNAL_ERROR)
+        is_sound = finish not in (Finish.NUMERICAL_ERROR, Finish.INTERNAL_ERROR, Finish.GRAMMAR_TOO_LARGE)
         has_prompt = is_sound and request.num_computed >= request.num_prompt
         if request.state is RequestState.RUNNING:
             self._leave_row(request, is_sound)

@@ -59,9 +59,18 @@ _STATUS_OF_FINISH = {
         Code.NUMERICAL_ERROR,
         "the model gave values that are no numbers",
     ),
+    Finish.GRAMMAR_TOO_LARGE: (
+        400,
+        Code.INVALID_GRAMMAR,
+        "the grammar takes too much to follow; what came so far is the beginning of a sentence of it",
+    ),
     Finish.TIMEOUT: (504, Code.TIMEOUT, "the request ran into its deadline"),
     Finish.BACKEND_LOST: (503, Code.BACKEND_LOST, "a process that this request needed has died; try again"),
 }
+
+
+_WOULD_REPEAT = frozenset({Code.ABORTED, Code.NUMERICAL_ERROR, Code.TIMEOUT, Code.INTERNAL_ERROR})
+"""What was wanted so, or would come out the same: the official clients, which repeat every 5xx, are told not to."""
 
 
 class ApiError(Exception):
@@ -103,7 +112,9 @@ class ApiError(Exception):
     def headers(self) -> Mapping[str, str]:
         """The headers that belong to the status."""
         headers: dict[str, str] = {}
-        if self.retry_after_s:
+        if self.code in _WOULD_REPEAT:
+            headers["x-should-retry"] = "false"
+        elif self.retry_after_s:
             headers["Retry-After"] = str(self.retry_after_s)
         if self.allow:
             headers["Allow"] = self.allow

@@ -17,3 +17,4 @@ class Finish(IntEnum):
     INTERNAL_ERROR = 6
     TIMEOUT = 7
     BACKEND_LOST = 8  # a process that the request needed died
+    GRAMMAR_TOO_LARGE = 9  # its grammar could not be followed any further within the limits of a step

@@ -24,6 +24,10 @@ GOOD = Grammar(
     GrammarKind.JSON_SCHEMA,
     '{"x-guidance":{"whitespace_flexible":false},"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}',
 )
+LONG_LIST = Grammar(
+    GrammarKind.JSON_SCHEMA,
+    '{"x-guidance":{"whitespace_flexible":false},"type":"array","minItems":60000,"items":{"const":1}}',
+)
 SLOW = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object","properties":{%s}}' % ",".join(  # noqa: UP031
     f'"property_{index}":{{"type":"string","maxLength":{index + 1}}}' for index in range(9000)
 ))  # fmt: skip
@@ -104,6 +108,9 @@ def test_nothing_is_loaded_or_started_before_the_first_grammar(spec: ChildSpec) 
         (Grammar(GrammarKind.JSON_SCHEMA, '{"type":"array","uniqueItems":true}'), "uniqueItems"),
         (Grammar(GrammarKind.JSON_SCHEMA, '{"allOf":[{"type":"string"},{"type":"null"}]}'), "Unsatisfiable"),
         (Grammar(GrammarKind.JSON_SCHEMA, "no json"), "expected"),
+        (Grammar(GrammarKind.REGEX, "(a{1000}){1000}"), "it takes too much to follow"),
+        (Grammar(GrammarKind.REGEX, "a{1000000}"), "it takes too much to follow"),
+        (LONG_LIST, "it takes too much to follow"),
         (Grammar(GrammarKind.JSON_SCHEMA, '{"$ref":"#/$defs/0","$defs":{"0":{"$ref":"#/$defs/0"}}}'), "no text is"),
     ],
 )  # fmt: skip
@@ -112,6 +119,26 @@ def test_str_01_a_grammar_is_compiled_or_refused_with_the_reason(asked: Asked, g
     assert problem in found
     assert bool(problem) == bool(found)
     assert (asked.compiler.matcher(grammar) is None) == bool(problem)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "problem"),
+    [
+        (Grammar(GrammarKind.REGEX, "("), "a regular expression cannot be read: unclosed group"),
+        (Grammar(GrammarKind.REGEX, r"a\b"), "lookarounds not supported yet"),
+        (Grammar(GrammarKind.LARK, 'start: %json {"type":"string","pattern":"("}'), "cannot be read: unclosed group"),
+        (Grammar(GrammarKind.EBNF, 'root ::= ("a" root){5,2}'), "range end must be >= start, got (5, 2)"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"type":"string","minLength":5,"pattern":"^a$"}'), "Regex is empty"),
+    ],
+)
+def test_what_the_library_says_comes_as_one_sentence_without_its_own_text(
+    asked: Asked, grammar: Grammar, problem: str
+) -> None:
+    [found] = asked.ask(grammar)
+    assert found.endswith(problem)
+    assert "\n" not in found
+    assert "R0" not in found
+    assert not found.startswith("at ")
 
 
 def test_a_grammar_asked_for_again_costs_nothing(asked: Asked) -> None:

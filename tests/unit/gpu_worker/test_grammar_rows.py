@@ -13,10 +13,12 @@ import pytest
 
 from services.gpu_worker.grammar_compiler import GrammarCompiler
 from services.gpu_worker.grammar_process import ChildSpec
-from services.gpu_worker.grammar_rows import MAX_FORCED, GrammarRows
+from services.gpu_worker.grammar_rows import GrammarRows
+from services.gpu_worker.grammar_text import MAX_FORCED
 from services.model_files.source import open_model
 from services.model_files.vocabulary import Vocabulary, load_vocabulary
 from services.wire.columns import pack_int32
+from services.wire.finish import Finish
 from services.wire.request_params import Grammar, GrammarKind, SamplingParams
 from services.wire.steps import CompileGrammar, NewRow
 
@@ -81,7 +83,7 @@ def new_row(row: int, grammar: Grammar, output: list[int] | None = None, num_log
 
 def allowed(rows: GrammarRows, row: int) -> list[int]:
     masks = rows.begin_masks([row]).wait()
-    assert not masks.is_failed.any()
+    assert not masks.finishes.any()
     return ids_of(masks.bits[0])
 
 
@@ -186,7 +188,7 @@ def test_str_01_a_grammar_that_fails_fails_its_row_alone(rows: GrammarRows, capl
     rows.set_up(new_row(1, CHOICE, [39428]))  # what came before was no beginning of it
     rows.set_up(new_row(2, Grammar(GrammarKind.REGEX, "never compiled")))
     masks = rows.begin_masks([0, 1, 2]).wait()
-    assert masks.is_failed.tolist() == [False, True, True]
+    assert masks.finishes.tolist() == [Finish.NONE, Finish.INTERNAL_ERROR, Finish.INTERNAL_ERROR]
     assert rows.advance([1, 2], [5, 5]) == [[], []]
     said = {vars(record)["request_id"]: record.getMessage() for record in caplog.records}
     assert said["01" * 16].startswith("the grammar of a row fails: ")
@@ -202,11 +204,13 @@ def test_str_01_a_mask_that_would_cost_too_much_fails_its_row_alone(
     draw = random.Random(3)
     for _ in range(400):
         masks = rows.begin_masks([0, 1]).wait()
-        if masks.is_failed[0]:
+        if masks.finishes[0]:
             break
         rows.advance([0], [letters[draw.choice([b"a", b"b", b"x"])]])
-    assert not masks.is_failed[1]
-    assert masks.is_failed[0] == ("the grammar of a row fails" in caplog.text)
+    assert masks.finishes.tolist() == [Finish.GRAMMAR_TOO_LARGE, Finish.NONE]
+    assert "the grammar of a row fails" in caplog.text
+    rows.set_up(new_row(2, TOO_HARD))  # what the failed row has made is not shared with the next one
+    assert allowed(rows, 2)
 
 
 def test_released_rows_are_forgotten(rows: GrammarRows) -> None:

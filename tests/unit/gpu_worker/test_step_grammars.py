@@ -50,8 +50,8 @@ class Job:
     def wait(self) -> GrammarMasks:
         assert self._newest == [self._grammars.newest[row] for row in self._rows]
         bits = [pack_ids(np.array(allowed_after(newest)), VOCAB_SIZE) for newest in self._newest]
-        failed = [row in self._grammars.broken for row in self._rows]
-        return GrammarMasks(np.stack(bits), np.array(failed))
+        finishes = [Finish.GRAMMAR_TOO_LARGE if row in self._grammars.broken else Finish.NONE for row in self._rows]
+        return GrammarMasks(np.stack(bits), np.array(finishes, dtype=np.int64))
 
 
 class Arithmetic:
@@ -145,7 +145,7 @@ def test_a_grammar_that_fails_ends_its_own_row(model: LoadedModel, sampled: list
     requests = new_requests()
     bad = Request(9, [1, 2], replace(GREEDY, grammar=BROKEN))
     new_bench(model, grammars=Arithmetic(jumps=True)).finish_all([*requests, bad])
-    assert bad.finish == Finish.INTERNAL_ERROR
+    assert bad.finish == Finish.GRAMMAR_TOO_LARGE
     assert bad.output == []
     assert [request.output[:NUM_OUTPUTS] for request in requests] == sampled
 

@@ -211,6 +211,7 @@ def test_a_plan_ahead_of_a_failed_row_still_runs(model: LoadedModel, alone: list
     for pending in [bench.launcher.launch(plan) for plan in plans]:
         bench.take(pending)
     assert requests[0].finish == Finish.NUMERICAL_ERROR
+    assert bench.launcher._state.num_failed_rows == 1
     assert requests[1].output == alone[1][:4]
 
 
