@@ -10,6 +10,7 @@ import time
 from aiohttp import web
 
 from services.runtime.config import Settings
+from services.tokenizer.answer_ids import AnswerKind
 from services.tokenizer.chat_format import ChatFormat
 from services.tokenizer.chat_requests import ChatRequests
 from services.tokenizer.chat_words import CHAT_WORDS, LEGACY_CHAT_WORDS
@@ -46,7 +47,7 @@ class Completions:
         """
         received = await self._generation.receive(request)
         chat = await self._chats.understand(received.fields)
-        head = self._head("chatcmpl", chat.wanted)
+        head = self._head(AnswerKind.CHAT, chat.wanted)
         words = LEGACY_CHAT_WORDS if chat.has_legacy_calls else CHAT_WORDS
         return await self._generation.answer(
             GenerationCall(
@@ -73,7 +74,7 @@ class Completions:
         grammar = body.grammar(self._settings)
         prompts = await self._prompts.completions(body)
         wanted = AnswersWanted(body, prompts, grammar=grammar, grammar_param=body.grammar_param)
-        head = self._head("cmpl", wanted)
+        head = self._head(AnswerKind.COMPLETION, wanted)
         return await self._generation.answer(
             GenerationCall(
                 received=received,
@@ -85,7 +86,7 @@ class Completions:
             )
         )
 
-    def _head(self, kind: str, wanted: AnswersWanted) -> AnswerHead:
-        answer_id = f"{kind}-{wanted.request_id.hex()}"
+    def _head(self, kind: AnswerKind, wanted: AnswersWanted) -> AnswerHead:
+        answer_id = f"{kind}{wanted.request_id.hex()}"
         has_usage_chunk = wanted.body.wants_usage_chunk
         return AnswerHead(answer_id, int(time.time()), self._model.name, has_usage_chunk, self._model.fingerprint)

@@ -14,7 +14,7 @@ from services.runtime.service import StartError
 
 _ANY = "*"
 _MAX_AGE_S = 600
-_EXPOSED = "x-request-id, x-ignored-fields, Retry-After"
+_EXPOSED = "x-request-id, x-ignored-fields, x-should-retry, Retry-After"
 
 
 class CrossOrigin:

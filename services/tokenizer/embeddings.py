@@ -14,6 +14,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from services.runtime.config import Settings
+from services.tokenizer.answer_ids import AnswerKind
 from services.tokenizer.api_error import Code, bad_field, internal_error
 from services.tokenizer.generation import FinishedAnswers, Generation
 from services.tokenizer.json_answer import answer_headers, json_answer
@@ -77,7 +78,7 @@ class Embeddings:
             "model": self._model.name,
             "usage": prompt_usage(finished),
         }
-        return json_answer(answer, answer_headers(f"embd-{wanted.request_id.hex()}", ignored))
+        return json_answer(answer, answer_headers(f"{AnswerKind.EMBEDDING}{wanted.request_id.hex()}", ignored))
 
     async def _encoded(self, body: EmbeddingsBody) -> list[Prompt]:
         items = inputs_of(body.input, "input")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from services.tokenizer.access import Access, Audience, not_found
+from services.tokenizer.answer_ids import id_headers
 from services.tokenizer.api_error import ApiError, Code, internal_error
 from services.tokenizer.backend_view import BackendView
 from services.tokenizer.connection_limits import ConnectionLimits, check_head
@@ -21,7 +22,7 @@ from services.tokenizer.cross_origin import CrossOrigin
 from services.tokenizer.handlers import Handler
 from services.tokenizer.http_connection import ClientConnection
 from services.tokenizer.instruments import HttpStatistics
-from services.tokenizer.request_record import RequestRecord
+from services.tokenizer.request_record import RequestRecord, present_record
 from services.tokenizer.request_watch import RequestWatch
 from services.tokenizer.routes import Route, find_route, openai_error_body
 
@@ -93,8 +94,8 @@ class HttpApi:
             raise  # the client is gone; aiohttp knows
         except Exception:
             fault = internal_error()
-            logger.exception("%s %s: %s", request.method, request.path, fault.message)
             response = self._error_response(fault, route)
+            logger.exception("%s %s: %s", request.method, request.path, fault.message)
         return response
 
     def _admit(self, request: web.BaseRequest, route: Route | None, record: RequestRecord) -> None:
@@ -115,15 +116,17 @@ class HttpApi:
         return self._handlers[route.path]
 
     def _failed(self, error: ApiError, route: Route | None) -> web.Response:
+        response = self._error_response(error, route)
         if error.status >= 500 and error.status != 503:
             logger.error("answered %d: %s", error.status, error.message)
-        response = self._error_response(error, route)
         if error.status in (401, 408, 413, 431):  # what the client still sends belongs to no request
             response.force_close()
         return response
 
     def _error_response(self, error: ApiError, route: Route | None) -> web.Response:
-        """An error in the form of the route's API."""
+        """An error in the form of the route's API; that of a request for answers has the id that the log knows."""
         body = openai_error_body(error) if route is None else route.error_body(error)
-        headers = error.headers()
+        headers = dict(error.headers())
+        if route is not None and route.answers is not None:
+            headers.update(id_headers(f"{route.answers}{present_record().id_for_failure()}"))
         return web.Response(status=error.status, body=body, content_type="application/json", headers=headers)

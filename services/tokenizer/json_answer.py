@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 from aiohttp import web
 
+from services.tokenizer.answer_ids import id_headers
 from services.tokenizer.request_body import Ignored
 
 
@@ -18,4 +19,4 @@ def json_answer(value: object, headers: Mapping[str, str] | None = None, status:
 
 def answer_headers(answer_id: str, ignored: Ignored) -> Mapping[str, str]:
     """The headers of every answer for tokens."""
-    return {"x-request-id": answer_id, **ignored.headers}
+    return {**id_headers(answer_id), **ignored.headers}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from services.runtime.config import Settings
+from services.tokenizer.answer_ids import AnswerKind
 from services.tokenizer.api_error import ApiError
 from services.tokenizer.chat_requests import ChatRequests
 from services.tokenizer.generation import Generation, GenerationCall
@@ -38,7 +39,7 @@ class Messages:
         words = chat_of(body)
         try:
             chat = await self._chats.understand(words.fields)
-            answer_id = f"msg_{chat.wanted.request_id.hex()}"
+            answer_id = f"{AnswerKind.MESSAGE}{chat.wanted.request_id.hex()}"
             num_prompt_tokens = len(chat.wanted.prompts[0].token_ids)
             headers = answer_headers(
                 answer_id, ignored.with_dropped(words.clients_names(chat.ignored.names), self._settings)
@@ -49,7 +50,7 @@ class Messages:
                     wanted=chat.wanted,
                     format=MessagesFormat(answer_id, self._model.name, num_prompt_tokens),
                     is_streamed=bool(body.stream),
-                    headers={**headers, "request-id": answer_id},
+                    headers=headers,
                     parsers=chat.parsers,
                     prompt_param="messages",
                 )

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from services.model_files.tokenizer import LoadedTokenizer
 from services.runtime.config import Settings
+from services.tokenizer.answer_ids import AnswerKind
 from services.tokenizer.api_error import ApiError, bad_field
 from services.tokenizer.field_tables import UNBUILT_EVERYWHERE
 from services.tokenizer.generation import Generation, GenerationCall
@@ -157,7 +158,7 @@ def asking(prompt: Prompt, body: GenerateBody) -> Prompt:
 
 
 def _own_id(wanted: AnswersWanted) -> str:
-    return f"gen-{wanted.request_id.hex()}"
+    return f"{AnswerKind.NATIVE}{wanted.request_id.hex()}"
 
 
 def _prompt_param(body: GenerateBody) -> str:

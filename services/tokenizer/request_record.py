@@ -7,6 +7,7 @@ are this process's monotonic clock; the wall clock is read once, at the beginnin
 from __future__ import annotations
 
 import re
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -18,6 +19,7 @@ from services.runtime.logs import request_of_task
 from services.tokenizer.journal import JournalEntry
 from services.tokenizer.open_request import OpenRequest
 from services.wire.answers import HopReport
+from services.wire.columns import REQUEST_ID_BYTES
 from services.wire.finish import Finish
 from services.wire.members import Role
 
@@ -56,7 +58,7 @@ class RequestRecord:
 
     __slots__ = (
         "_answers", "_index", "_opened", "admitted_s", "ended_s", "parent", "received_s", "received_unix_us",
-        "reports", "request_id", "route", "status", "submitted_s", "tenant",
+        "refusal_id", "reports", "request_id", "route", "status", "submitted_s", "tenant",
     )  # fmt: skip
 
     def __init__(self, parent: ParentSpan | None, index: Callable[[RequestRecord], None]) -> None:
@@ -70,6 +72,8 @@ class RequestRecord:
         self.ended_s = 0.0
         self.request_id = ""
         """The id of its first answer; "" for a request that asked for none, or was refused before."""
+        self.refusal_id = ""
+        """What stands for it in the answer and the log of a request that was refused before."""
         self.submitted_s = 0.0
         self.admitted_s = 0.0
         self.reports: dict[ReportKey, HopReport] = {}
@@ -85,6 +89,13 @@ class RequestRecord:
             request_of_task.set(self.request_id)
         self._opened.append(opened)
         self._index(self)
+
+    def id_for_failure(self) -> str:
+        """By what a client and the log call it when it fails: the id of its first answer, or one drawn now."""
+        if not self.request_id and not self.refusal_id:
+            self.refusal_id = secrets.token_hex(REQUEST_ID_BYTES)
+            request_of_task.set(self.refusal_id)
+        return self.request_id or self.refusal_id
 
     def end(self, route: str, status: int) -> None:
         """Its answer has left, or its client."""

@@ -150,4 +150,4 @@ def _log(record: RequestRecord, level: int) -> None:
         "tenant": record.tenant,
     }
     told = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
-    logger.log(level, "request ended: %s", told, extra=about(record.request_id, **fields))
+    logger.log(level, "request ended: %s", told, extra=about(record.request_id or record.refusal_id, **fields))

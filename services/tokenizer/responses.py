@@ -10,6 +10,7 @@ import time
 from aiohttp import web
 
 from services.runtime.config import Settings
+from services.tokenizer.answer_ids import AnswerKind
 from services.tokenizer.api_error import ApiError
 from services.tokenizer.chat_requests import ChatRequests
 from services.tokenizer.generation import Generation, GenerationCall
@@ -40,7 +41,7 @@ class Responses:
         words = chat_of(body)
         try:
             chat = await self._chats.understand(words.fields)
-            answer_id = f"resp_{chat.wanted.request_id.hex()}"
+            answer_id = f"{AnswerKind.RESPONSE}{chat.wanted.request_id.hex()}"
             return await self._generation.answer(
                 GenerationCall(
                     received=received,

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from services.tokenizer.answer_blocks import Block, BlockKind, blocks_of
+from services.tokenizer.answer_ids import AnswerKind
 from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, Part, Reasoning, Text, ToolCallStart
 from services.tokenizer.api_error import ApiError
 from services.tokenizer.responses_schema import ResponsesBody
@@ -31,7 +32,7 @@ class ResponsesFormat:
 
     def __init__(self, answer_id: str, created: int, model: str, body: ResponsesBody) -> None:
         """An answer of which nothing is known yet; its id is `resp_` and hexadecimal digits."""
-        self._hex = answer_id.removeprefix("resp_")
+        self._hex = answer_id.removeprefix(AnswerKind.RESPONSE)
         self._head = {"id": answer_id, "object": "response", "created_at": created, "model": model, **_echo(body)}
         self._blocks: list[Block] = []
         self._is_block_open = False

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.tokenizer.access import Audience
+from services.tokenizer.answer_ids import AnswerKind
 from services.tokenizer.api_error import ApiError
 from services.tokenizer.control_routes import ABORT_FORM, EMPTY_FORM
 from services.tokenizer.embeddings import EMBEDDINGS_FORM
@@ -41,6 +42,7 @@ class Route:
         path: As it is, or with `{id}` as its last part.
         summary: One line for /openapi.json.
         form: What its body may hold; None without a body.
+        answers: The kind of its answers, for a route that gives tokens or numbers of the model; None for any other.
         makes_answers: Whether it asks the scheduler for something, and so meets its refusals.
         is_streamable: Whether `stream: true` gives events.
         audience: Whom it is for.
@@ -52,6 +54,7 @@ class Route:
     path: str
     summary: str
     form: BodyForm[Any] | None = None
+    answers: AnswerKind | None = None
     makes_answers: bool = False
     is_streamable: bool = False
     audience: Audience = Audience.CLIENT
@@ -69,8 +72,11 @@ class Route:
         return self.path.endswith("{id}")
 
 
-def _answering(path: str, form: BodyForm[Any], summary: str, error_body: ErrorBody = openai_error_body) -> Route:
-    return Route("POST", path, summary, form, makes_answers=True, is_streamable=True, error_body=error_body)
+def _answering(path: str, form: BodyForm[Any], summary: str, answers: AnswerKind) -> Route:
+    error_body = messages_error_body if answers is AnswerKind.MESSAGE else openai_error_body
+    return Route(
+        "POST", path, summary, form, answers=answers, makes_answers=True, is_streamable=True, error_body=error_body
+    )
 
 
 def _control(path: str, form: BodyForm[Any], summary: str) -> Route:
@@ -78,18 +84,20 @@ def _control(path: str, form: BodyForm[Any], summary: str) -> Route:
 
 
 _ROUTES = (
-    _answering("/v1/chat/completions", CHAT_FORM, "A chat completion"),
-    _answering("/v1/completions", COMPLETION_FORM, "A text completion"),
-    _answering("/v1/responses", RESPONSES_FORM, "A response; nothing of it is kept"),
-    _answering("/v1/messages", MESSAGES_FORM, "A message", messages_error_body),
+    _answering("/v1/chat/completions", CHAT_FORM, "A chat completion", AnswerKind.CHAT),
+    _answering("/v1/completions", COMPLETION_FORM, "A text completion", AnswerKind.COMPLETION),
+    _answering("/v1/responses", RESPONSES_FORM, "A response; nothing of it is kept", AnswerKind.RESPONSE),
+    _answering("/v1/messages", MESSAGES_FORM, "A message", AnswerKind.MESSAGE),
     Route("POST", "/v1/messages/count_tokens", "How many tokens a message's prompt has", COUNT_FORM,
           error_body=messages_error_body),
-    _answering("/generate", GENERATE_FORM, "Answers to raw prompts, with SGLang's names"),
+    _answering("/generate", GENERATE_FORM, "Answers to raw prompts, with SGLang's names", AnswerKind.NATIVE),
     Route("POST", "/tokenize", "The token ids of a text or a chat", TOKENIZE_FORM),
     Route("POST", "/detokenize", "The text of token ids", DETOKENIZE_FORM),
     Route("POST", "/v1/chat/completions/render", "A chat as the model would see it: text and ids", CHAT_FORM),
-    Route("POST", "/v1/embeddings", "The pooled hidden state of each input", EMBEDDINGS_FORM, makes_answers=True),
-    Route("POST", "/v1/score", "The log-probability of each continuation", SCORE_FORM, makes_answers=True),
+    Route("POST", "/v1/embeddings", "The pooled hidden state of each input", EMBEDDINGS_FORM, makes_answers=True,
+          answers=AnswerKind.EMBEDDING),
+    Route("POST", "/v1/score", "The log-probability of each continuation", SCORE_FORM, makes_answers=True,
+          answers=AnswerKind.SCORE),
     Route("GET", "/v1/models", "The served model, as a list of one"),
     Route("GET", "/v1/models/{id}", "The served model"),
     Route("GET", "/live", "Whether this process runs", audience=Audience.ANYONE),
