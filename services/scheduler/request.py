@@ -71,6 +71,7 @@ class Request:
         "arrival",
         "cached_tokens",
         "compute_length",
+        "final_ids",
         "finish",
         "is_published",
         "last_step",
@@ -117,6 +118,7 @@ class Request:
         # Tokens that must be computed for all that it may produce. The KV of a last token is never needed.
         self.compute_length = self.num_prompt + self.num_output if self.prompt_end else max_length - 1
         self.stop_ids = frozenset(unpack_int32(submit.stop_token_ids))
+        self.final_ids = frozenset(unpack_int32(submit.final_token_ids))
         self.num_computed = 0
         self.num_planned = 0
         self.num_expected = self.num_prompt + self.num_output
@@ -219,8 +221,8 @@ class Request:
         return bytes(self.token_bytes[(self.num_prompt + first_index) * TOKEN_BYTES :])
 
     def _verdict(self, token_id: int) -> Finish:
-        """What the newest token means: NONE, the end by an end id, or by length. Below min_tokens no id ends."""
+        """What the newest token means: NONE, the end by an id, or by length. Below min_tokens only final ids end."""
         num_tokens = self.num_prompt + self.num_output
-        if token_id in self.stop_ids and num_tokens > self.min_length:
+        if token_id in self.stop_ids and (num_tokens > self.min_length or token_id in self.final_ids):
             return Finish.STOP_TOKEN
         return Finish.LENGTH if num_tokens >= self.max_length else Finish.NONE

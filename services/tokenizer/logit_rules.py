@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from services.tokenizer.api_error import bad_field
 from services.tokenizer.prompts import PromptMaker
-from services.tokenizer.request_limits import ServedModel, check_token_ids, stop_token_ids
+from services.tokenizer.request_limits import ServedModel, check_token_ids, min_tokens, stop_token_ids
 from services.tokenizer.sampling_body import SamplingBody
 from services.wire.columns import pack_float32, pack_int32
 from services.wire.request_params import LogitRules
@@ -32,14 +32,15 @@ class RuleMaker:
         Raises:
             ApiError: 400 naming the field, 503 when too many long texts wait to be encoded.
         """
+        num_held_open = min_tokens(body, self._model)
         biases = bias_of_ids(body.logit_bias or {}, self._model)
         bad_words = await self._bad_words(body.bad_words or ())
         rules = LogitRules(
             frequency_penalty=body.frequency_penalty or 0.0,
             presence_penalty=body.presence_penalty or 0.0,
             repetition_penalty=body.repetition_penalty or 1.0,
-            min_tokens=body.min_tokens or 0,
-            stop_token_ids=pack_int32(stop_token_ids(body, self._model)) if body.min_tokens else b"",
+            min_tokens=num_held_open,
+            stop_token_ids=pack_int32(stop_token_ids(body, self._model)) if num_held_open else b"",
             bias_ids=pack_int32(biases),
             biases=pack_float32(biases.values()),
             allowed_token_ids=pack_int32(sorted(set(body.allowed_token_ids or ()))),

@@ -58,6 +58,19 @@ def stop_token_ids(body: SamplingBody, model: ServedModel) -> list[int]:
     return sorted({*(() if body.ignore_eos else model.end_token_ids), *(body.stop_token_ids or ())})
 
 
+def min_tokens(body: SamplingBody, model: ServedModel) -> int:
+    """Below how many tokens no id ends an answer; 0 where only such ids may come: it ends with the first."""
+    allowed = body.allowed_token_ids
+    if allowed and set(allowed) <= set(stop_token_ids(body, model)):
+        return 0
+    return body.min_tokens or 0
+
+
+def final_token_ids(body: SamplingBody, model: ServedModel, has_grammar: bool) -> list[int]:
+    """The ids that end an answer below `min_tokens` too: behind a whole sentence of a grammar nothing else can come."""
+    return sorted(model.end_token_ids) if has_grammar and body.min_tokens else []
+
+
 def truncated(token_ids: Sequence[int], body: SamplingBody, max_total_tokens: int, model: ServedModel) -> Sequence[int]:
     """The end of a prompt that `truncate_prompt_tokens` leaves of it; for -1 as much as fits before the answer."""
     kept = body.truncate_prompt_tokens

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from services.tokenizer.request_limits import ServedModel, stop_token_ids
+from services.tokenizer.request_limits import ServedModel, final_token_ids, min_tokens, stop_token_ids
 from services.tokenizer.sampling_body import SamplingBody
 from services.wire.columns import REQUEST_ID_BYTES, pack_int32
 from services.wire.request_params import (
@@ -111,10 +111,11 @@ def build_submits(wanted: AnswersWanted, model: ServedModel, asker: Asker) -> li
         stop=body.stop_strings,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False and not wanted.shows_special_tokens,
-        min_tokens=body.min_tokens or 0,
+        min_tokens=min_tokens(body, model),
     )
     sampling = _sampling(wanted, model, asker.rules)
     stop_ids = pack_int32(stop_token_ids(body, model))
+    final_ids = pack_int32(final_token_ids(body, model, wanted.grammar is not None))
     root = cache_root(body.cache_salt or "", asker.tenant if asker.isolates_cache else "")
     submits: list[Submit] = []
     for index, prompt in enumerate(wanted.prompts):
@@ -134,6 +135,7 @@ def build_submits(wanted: AnswersWanted, model: ServedModel, asker: Asker) -> li
             priority=body.priority or 0,
             deadline_ms=_deadline_ms(body, asker.elapsed_s),
             prompt=prompt.asks,
+            final_token_ids=final_ids,
         )
         siblings = [
             # one of them is enough to ask for what the prompt itself gives

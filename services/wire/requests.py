@@ -15,9 +15,10 @@ from services.wire.request_params import PLAIN_PROMPT, PromptParams, SamplingPar
 class Submit:
     """Tokenizer -> scheduler: one answer to be made. `n` answers are n Submits that share a `group_id`.
 
-    `stop_token_ids` holds the model's end ids too unless the client said ignore_eos. `output_token_ids` is empty, or
-    what was produced before when a request is submitted again under a higher attempt. `deadline_ms` counts from
-    receipt; 0 is none. `cache_root` separates prefix caches (adapter and salt); `group_id` is the first sibling's id.
+    `stop_token_ids` holds the model's end ids too unless the client said ignore_eos. Those in `final_token_ids` end the
+    answer below `min_tokens` too: with a grammar they come only when it leaves nothing else. `output_token_ids` is
+    empty, or what was produced before when a request is submitted again under a higher attempt. `deadline_ms` counts
+    from receipt; 0 is none. `cache_root` separates prefix caches (adapter and salt); `group_id` is the first sibling's.
     With `max_tokens` 0 the prompt is computed and nothing is produced: the answer ends with LENGTH.
     """
 
@@ -35,6 +36,7 @@ class Submit:
     priority: int
     deadline_ms: UInt31
     prompt: PromptParams = PLAIN_PROMPT
+    final_token_ids: Int32s = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ EXAMPLES: list[object] = [
     Goodbye(43),
     Telemetry((MemberTelemetry(Role.SCHEDULER, "s", 9, State.READY, 120, 12345, {"steps": 7.0}, 10500),)),
     Submit(ID_A, 1, pack_int32([1, 49151]), pack_int32([5]), SAMPLING, TEXT, 128, pack_int32([0, 2]), ID_B, "租户",
-           b"\x00salt", -3, 30_000, PROMPT),
+           b"\x00salt", -3, 30_000, PROMPT, pack_int32([2])),
     Admitted(ID_A, 1),
     Refused(ID_A, 1, 503, "queue_full", "the queue is full", "max_tokens", 2),
     Abort(IDS, pack_int32([1, 0])),

@@ -11,7 +11,8 @@ from services.scheduler.admission import CoreLimits, RequestRefusedError
 from services.scheduler.core import Core
 from services.scheduler.kv_ledger import LedgerError
 from services.scheduler.queues import QueueError
-from services.scheduler.request import TRANSITIONS, IllegalTransitionError, RequestState
+from services.scheduler.request import TRANSITIONS, IllegalTransitionError, Request, RequestState
+from services.wire.columns import pack_int32
 from services.wire.finish import Finish
 from tests.unit.scheduler.core_driver import Answer, Driver, new_limits
 from tests.unit.scheduler.fake_worker import new_submit, solo_output
@@ -242,6 +243,19 @@ def test_below_min_tokens_no_id_ends_an_answer() -> None:
         answer = driver.submit(new_submit(1, PROMPT, 30, tuple(range(50)), min_tokens=min_tokens))
         driver.run()
         assert answer.token_ids == free_run[: min(min_tokens + 1, 30)]
+
+
+def test_a_final_id_ends_an_answer_below_min_tokens_too() -> None:
+    """With a grammar, end ids come there only where it leaves nothing else: to go on would pad the answer with them."""
+    free_run, _ = solo_output(new_submit(1, PROMPT, 30), 8192)
+    driver = Driver(new_limits(64, 4))
+    submit = new_submit(1, PROMPT, 30, tuple(range(50)), min_tokens=20)
+    answer = driver.submit(replace(submit, final_token_ids=pack_int32([free_run[3]])))
+    driver.run()
+    assert answer.token_ids == free_run[: free_run.index(free_run[3]) + 1]
+    assert answer.finish is Finish.STOP_TOKEN
+    again = Request(replace(submit, final_token_ids=submit.stop_token_ids, output_token_ids=pack_int32([7])), 99, 1)
+    assert again.first_verdict() is Finish.STOP_TOKEN
 
 
 def test_a_resubmitted_answer_goes_on_where_it_was() -> None:

@@ -98,6 +98,22 @@ def test_smp_19_values_outside_their_range_are_refused(server: Server, field: st
         assert response.error["param"].startswith(field)
 
 
+def test_min_tokens_hold_nothing_open_where_only_ends_may_come(server: Server) -> None:
+    """Neither behind a whole sentence of a grammar nor where all allowed ids are ends."""
+    free = submits_of(server, {"prompt": NUM, "min_tokens": 3, "max_tokens": 5})[0]
+    assert free.final_token_ids == b""
+    bound = submits_of(server, {"prompt": NUM, "min_tokens": 3, "max_tokens": 5, "guided_choice": ["a"]})[0]
+    assert bound.final_token_ids == free.stop_token_ids
+    assert bound.text.min_tokens == 3
+    ends = unpack_int32(free.stop_token_ids)
+    only_ends = submits_of(server, {"prompt": NUM, "min_tokens": 3, "max_tokens": 5, "allowed_token_ids": ends})[0]
+    assert only_ends.text.min_tokens == 0
+    assert only_ends.sampling.rules is not None
+    assert only_ends.sampling.rules.min_tokens == 0
+    more = submits_of(server, {"prompt": NUM, "min_tokens": 3, "max_tokens": 5, "allowed_token_ids": [*ends, 7]})[0]
+    assert more.text.min_tokens == 3
+
+
 def test_min_tokens_forbid_every_end_and_stop_strings(server: Server) -> None:
     body = {"prompt": NUM, "min_tokens": 3, "stop_token_ids": [9], "stop": "x", "max_tokens": 5}
     (submit,) = submits_of(server, body)
