@@ -1,0 +1,37 @@
+"""The bench of a step's cost: what it compares runs the same rows, and the wishes that it leaves out are left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.random_checkpoints import write_checkpoint
+from bench.step_cost import SAMPLING, DecodingRows, PlainRows, measure
+from services.gpu_worker.weights import LoadedModel, load_model
+from services.model_files.source import open_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder: Path = write_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama")
+    return load_model(open_model(folder), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_steps_with_and_without_wishes_go_on_with_the_same_rows(model: LoadedModel, sampling: str) -> None:
+    rows = DecodingRows(model, 3, 20, 20, sampling)
+    times = measure(rows, 2)
+    assert len(times.whole) == len(times.plain) == len(times.forward) == 2
+    assert rows.runner.newest.context_lengths == (30, 30, 30)  # two tokens a round, three rounds to warm up
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_a_step_without_wishes_picks_what_the_whole_one_picks(model: LoadedModel, sampling: str) -> None:
+    whole, plain = (DecodingRows(model, 3, 20, 8, sampling) for _ in range(2))
+    plain.state.options = PlainRows(plain.state.options)
+    for _ in range(5):
+        whole.decode()
+        plain.decode()
+        assert torch.equal(whole.runner.newest.input_ids, plain.runner.newest.input_ids)
