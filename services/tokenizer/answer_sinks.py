@@ -24,7 +24,7 @@ from services.tokenizer.answer_parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from services.tokenizer.api_error import ApiError, internal_error
+from services.tokenizer.api_error import ApiError, internal_error, name_grammar
 from services.tokenizer.journal import AnswerNews, Ending
 from services.tokenizer.pending_answer import PendingAnswer
 
@@ -111,12 +111,14 @@ class StreamOptions:
         timings: The timings at the end; None for none.
         has_continuous_usage: Whether every delta has the usage so far.
         event_id: What the ids of events begin with; "" for no `id:` lines.
+        grammar_param: The field that an error about the grammar names.
     """
 
     usage: Told = _nothing
     timings: Told = _nothing
     has_continuous_usage: bool = False
     event_id: str = ""
+    grammar_param: str | None = None
 
 
 class EventStream:
@@ -182,6 +184,7 @@ class EventStream:
     def fail(self, error: ApiError) -> None:
         """The request failed: what came until now goes out, then the error, then the end."""
         if self.failure is None and self._num_open:
+            name_grammar(error, self._options.grammar_param)
             self.failure = error
             self.flush()
 

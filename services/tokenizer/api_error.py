@@ -147,6 +147,13 @@ def refusal_error(refused: Refused) -> ApiError:
     )
 
 
+def name_grammar(error: ApiError, param: str | None) -> None:
+    """Names the field in an error about a grammar; scheduler and worker do not know where it came from."""
+    if error.code == Code.INVALID_GRAMMAR and param is not None and error.param in (None, "grammar"):
+        error.message = f"{param}: {error.message}"
+        error.param = param
+
+
 def finish_error(finish: Finish) -> ApiError | None:
     """The error of an answer that ended otherwise than by stopping or by its length; None for those two."""
     if finish in (Finish.STOP_TOKEN, Finish.STOP_STRING, Finish.LENGTH):

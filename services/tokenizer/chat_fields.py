@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from services.tokenizer.api_error import ApiError, bad_field
+from services.tokenizer.submission import AnswersWanted
 
 _INDEXED = re.compile(r"messages\[(\d+)\](.*)", re.DOTALL)
 _CALL = re.compile(r"messages\[\d+\]\.tool_calls\[\d+\]")
@@ -85,6 +86,11 @@ class ChatFields:
             error.status, message, code=error.code, param=name, retry_after_s=error.retry_after_s, allow=error.allow
         )
 
+    def in_clients_names(self, wanted: AnswersWanted) -> AnswersWanted:
+        """The same, with the field of its grammar as the client wrote it."""
+        param = wanted.grammar_param
+        return wanted if param is None else replace(wanted, grammar_param=self._clients_name(param))
+
     def clients_names(self, names: Sequence[str]) -> list[str]:
         """Names of fields of the chat, and of what its template does not show, as the client wrote them."""
         return list(dict.fromkeys(map(self._clients_name, names)))
@@ -102,7 +108,9 @@ class ChatFields:
         found = _FIELD.fullmatch(param)
         if found and found[1] in self._origins:
             origin, rest = self._origins[found[1]], self._renamed(found[2])
-            return origin + rest if origin == found[1] else origin
+            if origin != found[1]:
+                return origin + (rest.removeprefix(".json_schema") if rest.startswith(".json_schema.") else "")
+            return origin + rest
         return param
 
     def _renamed(self, rest: str) -> str:

@@ -93,7 +93,7 @@ class ChatRequests:
             body,
             [prompt],
             grammar=plan.grammar,
-            grammar_param=body.grammar_param if use is None else "functions" if use.is_legacy else "tools",
+            grammar_param=_grammar_param(body, use, plan.grammar is structure),
             shows_special_tokens=plan.shows_special_tokens,
         )
         return UnderstoodChat(body, wanted, await self._ignored(chat), plan.parsers, use is not None and use.is_legacy)
@@ -130,3 +130,10 @@ class ChatRequests:
         """The names that mean nothing, to anyone or to this model's template."""
         dropped = await self._prompts.dropped_keys(chat.conversation)
         return chat.ignored.with_dropped([*dropped, *unused_switches(chat.body, self._prompts.dialect)], self._settings)
+
+
+def _grammar_param(body: ChatBody, use: ToolUse | None, is_structure: bool) -> str | None:
+    """The field that the grammar of a chat came from: a structure alone, or tools, perhaps together with one."""
+    if use is None or is_structure:
+        return body.grammar_param
+    return "functions" if use.is_legacy else "tools"

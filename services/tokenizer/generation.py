@@ -19,7 +19,7 @@ from aiohttp import HttpVersion11, web
 from services.runtime.config import Settings
 from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, AnswerFormat, ParserFactory
 from services.tokenizer.answer_sinks import CollectedAnswers, EventStream, StreamOptions
-from services.tokenizer.api_error import ApiError, Code
+from services.tokenizer.api_error import ApiError, Code, name_grammar
 from services.tokenizer.chunked_output import ChunkedOutput
 from services.tokenizer.http_body import ReceivedRequest, read_json_body
 from services.tokenizer.http_connection import SERVER_NAME, ClientConnection
@@ -135,8 +135,7 @@ class Generation:
         except ApiError as error:
             if error.param == "prompt":  # the scheduler knows prompts only
                 error.param = call.prompt_param
-            elif error.code == Code.INVALID_GRAMMAR:
-                error.param = call.wanted.grammar_param
+            name_grammar(error, call.wanted.grammar_param)
             raise
         finally:
             self._http.request_s.observe(time.monotonic() - call.received.time_s)
@@ -250,4 +249,5 @@ def _options(call: GenerationCall, opened: OpenRequest) -> StreamOptions:
         timings=(lambda: timings_of(opened, body.num_choices)) if body.wants_timings else lambda: None,
         has_continuous_usage=body.wants_continuous_usage,
         event_id=call.wanted.request_id.hex() if has_ids else "",
+        grammar_param=call.wanted.grammar_param,
     )

@@ -47,7 +47,7 @@ class Messages:
             return await self._generation.answer(
                 GenerationCall(
                     received=received,
-                    wanted=chat.wanted,
+                    wanted=words.in_clients_names(chat.wanted),
                     format=MessagesFormat(answer_id, self._model.name, num_prompt_tokens),
                     is_streamed=bool(body.stream),
                     headers=headers,

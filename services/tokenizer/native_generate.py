@@ -31,7 +31,7 @@ from services.tokenizer.request_body import BodyForm
 from services.tokenizer.request_limits import ServedModel
 from services.tokenizer.sampling_body import SamplingBody, check_num_logprobs, check_sampling
 from services.tokenizer.structured_body import check_end
-from services.tokenizer.structured_output import FIELDS, StructureLimits, structure_of
+from services.tokenizer.structured_output import FIELDS, StructureLimits, structure_of, structure_param
 from services.tokenizer.submission import AnswersWanted, Prompt
 from services.wire.request_params import NO_LOGPROBS, Grammar, PromptParams
 
@@ -113,7 +113,8 @@ class NativeGenerate:
             sampling = replace(sampling, num_wanted_logprobs=body.num_top)
         sampling = replace(sampling, return_token_ids=True)
         prompts = await self._encoded(body)
-        grammar_param = f"sampling_params.{next(iter(structure))}" if structure else None
+        grammar_param = structure_param(structure)
+        grammar_param = grammar_param and f"sampling_params.{grammar_param}"
         return AnswersWanted(sampling, prompts, grammar=grammar, grammar_param=grammar_param)
 
     def _grammar(self, structure: Mapping[str, object]) -> Grammar | None:

@@ -45,7 +45,7 @@ class Responses:
             return await self._generation.answer(
                 GenerationCall(
                     received=received,
-                    wanted=chat.wanted,
+                    wanted=words.in_clients_names(chat.wanted),
                     format=ResponsesFormat(answer_id, int(time.time()), self._model.name, body),
                     is_streamed=bool(body.stream),
                     headers=answer_headers(

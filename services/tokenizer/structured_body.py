@@ -10,7 +10,7 @@ from typing import Any
 from services.runtime.config import Settings
 from services.tokenizer.api_error import bad_field
 from services.tokenizer.sampling_body import SamplingBody
-from services.tokenizer.structured_output import FIELDS, StructureLimits, structure_of
+from services.tokenizer.structured_output import FIELDS, StructureLimits, structure_of, structure_param
 from services.wire.request_params import Grammar
 
 
@@ -40,8 +40,8 @@ class StructuredBody(SamplingBody, frozen=True, kw_only=True):
 
     @property
     def grammar_param(self) -> str | None:
-        """The field that the grammar came in: the last one, as `response_format` may be there and ask for text."""
-        return next((name for name in reversed(list(FIELDS)) if getattr(self, name) is not None), None)
+        """The place that the grammar came from; None for free text."""
+        return structure_param({name: getattr(self, name) for name in FIELDS})
 
 
 def check_end(body: SamplingBody, grammar: Grammar | None) -> None:

@@ -68,6 +68,24 @@ def structure_of(fields: Mapping[str, object], limits: StructureLimits) -> Gramm
     return next(iter(found.values()), None)
 
 
+def structure_param(fields: Mapping[str, object]) -> str | None:
+    """The place in the body that the grammar of `structure_of` came from; None for free text.
+
+    Args:
+        fields: the same, which were taken.
+    """
+    asked = [name for name in FIELDS if fields.get(name) is not None]
+    if not asked:
+        return None
+    name = asked[-1]  # `response_format` may be there too and ask for text
+    value = fields[name]
+    if not isinstance(value, Mapping):
+        return name
+    if name == "structured_outputs":
+        return ".".join((name, *[key for key in _STRUCTURES if value.get(key) is not None][:1]))
+    return f"{name}.json_schema.schema" if name == "response_format" and "json_schema" in value else name
+
+
 def json_grammar(schema: Mapping[str, object], is_compact: bool) -> Grammar:
     """The grammar of the JSON texts that fit a schema which `checked_schema` gave."""
     options = {"whitespace_flexible": not is_compact}
@@ -123,7 +141,9 @@ def _structured_outputs(value: object, param: str, limits: StructureLimits) -> G
     asked = [key for key in _STRUCTURES if value.get(key) is not None]
     if len(asked) > 1:
         raise bad_field(param, f"{asked[0]} and {asked[1]} cannot go together")
-    return _STRUCTURES[asked[0]](value[asked[0]], f"{param}.{asked[0]}", limits) if asked else None
+    if not asked:
+        raise bad_field(param, f"names no structure; there are {', '.join(_STRUCTURES)}")
+    return _STRUCTURES[asked[0]](value[asked[0]], f"{param}.{asked[0]}", limits)
 
 
 def _schema(value: object, param: str, limits: StructureLimits) -> Grammar:
@@ -154,11 +174,11 @@ def _ebnf(value: object, param: str, limits: StructureLimits) -> Grammar:
     return Grammar(GrammarKind.EBNF, text)
 
 
-def _choice(value: object, param: str, limits: StructureLimits) -> Grammar | None:
+def _choice(value: object, param: str, limits: StructureLimits) -> Grammar:
     if not isinstance(value, list) or not all(isinstance(choice, str) and choice for choice in value):
         raise bad_field(param, "must be a list of texts, none empty")
     if not value:
-        return None
+        raise bad_field(param, "must have at least one text: no answer is one of none")
     if len(value) > MAX_CHOICES:
         raise bad_field(param, f"has {len(value)} choices, at most {MAX_CHOICES} are taken")
     for index, choice in enumerate(value):

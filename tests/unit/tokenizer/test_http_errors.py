@@ -195,6 +195,7 @@ def test_prc_01_losing_a_role_ends_every_request_and_refuses_new_ones(server: Se
     [
         (Finish.NUMERICAL_ERROR, 500, "numerical_error"),
         (Finish.INTERNAL_ERROR, 500, "internal_error"),
+        (Finish.GRAMMAR_TOO_LARGE, 400, "invalid_grammar"),
         (Finish.TIMEOUT, 504, "timeout"),
         (Finish.BACKEND_LOST, 503, "backend_lost"),
         (Finish.ABORTED, 503, "aborted"),

@@ -9,7 +9,7 @@ import pytest
 
 from services.runtime.config import Settings
 from services.tokenizer.api_error import ApiError
-from services.tokenizer.structured_output import StructureLimits, structure_of
+from services.tokenizer.structured_output import StructureLimits, structure_of, structure_param
 from services.wire.request_params import Grammar, GrammarKind
 
 LIMITS = StructureLimits.of(Settings())
@@ -93,9 +93,7 @@ def test_a_choice_is_one_of_its_texts(fields: dict[str, object]) -> None:
         {},
         {"response_format": {"type": "text"}},
         {"response_format": None},
-        {"structured_outputs": {}},
-        {"structured_outputs": {"json": None, "disable_any_whitespace": False}},
-        {"guided_choice": []},
+        {"structured_outputs": {"json_object": False, "disable_any_whitespace": False}},
         {"guided_json": None, "regex": None},
     ],
 )
@@ -157,6 +155,12 @@ def test_two_fields_for_structure_are_refused_naming_both(first: dict[str, objec
     ("fields", "param"),
     [
         ({"structured_outputs": []}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": None}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"json": ""}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs.disable_any_whitespace"),
@@ -172,6 +176,12 @@ def test_two_fields_for_structure_are_refused_naming_both(first: dict[str, objec
         ({"guided_choice": "a"}, "guided_choice"),
         ({"guided_choice": [1]}, "guided_choice"),
         ({"guided_choice": [""]}, "guided_choice"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_grammar": ""}, "guided_grammar"),
+        ({"guided_json": ""}, "guided_json"),
+        ({"json_schema": ""}, "json_schema"),
+        ({"regex": ""}, "regex"),
+        ({"ebnf": ""}, "ebnf"),
         ({"guided_choice": ["a"] * 1025}, "guided_choice"),
         ({"guided_choice": ["a", "x" * 20000]}, "guided_choice[1]"),
         ({"guided_choice": [f"{index:0300d}" for index in range(1000)]}, "guided_choice"),
@@ -179,3 +189,20 @@ def test_two_fields_for_structure_are_refused_naming_both(first: dict[str, objec
 )
 def test_wrong_forms_and_sizes_are_named(fields: dict[str, object], param: str) -> None:
     assert refusal(**fields).param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({}, None),
+        ({"response_format": None, "regex": None}, None),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "text"}, "guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {"json": None, "regex": "a"}}, "structured_outputs.regex"),
+        ({"guided_json": {"json_schema": 1}}, "guided_json"),
+        ({"regex": None, "ebnf": "x"}, "ebnf"),
+    ],
+)
+def test_the_place_of_a_grammar_is_the_one_that_the_client_wrote(fields: dict[str, object], place: str | None) -> None:
+    assert structure_param(fields) == place
