@@ -29,7 +29,8 @@ from services.tokenizer.json_schema_keywords import (
     KNOWN_DRAFTS,
     MAX_COUNT,
     MAX_LITERAL_BYTES,
-    MOMENT_CHARS,
+    MOMENTS,
+    NINE_DIGITS,
     NUMBER_FORMATS,
     NUMBERS,
     SCHEMA_LISTS,
@@ -236,8 +237,8 @@ class _Copy:
         if "string" in kinds:
             if name not in FORMATS:
                 self.refuse(place, f"format {_shown(str(name))} would not be enforced", Code.UNSUPPORTED_VALUE)
-            if str(name) in MOMENT_CHARS:  # a second may have digits without end, and models write them
-                copy.setdefault("maxLength", MOMENT_CHARS[str(name)])
+            if name in MOMENTS:  # a second may have digits without end, and models write them
+                add_pattern(copy, NINE_DIGITS)
             return
         del copy["format"]
         if not {"integer", "number"}.intersection(kinds) or name in NUMBER_FORMATS:
@@ -331,6 +332,16 @@ class _Copy:
     def refuse(self, place: str, problem: str, code: Code = Code.INVALID_VALUE) -> NoReturn:
         """Raises a 400 that names the place."""
         raise ApiError(400, f"{self.param}: {_shown(place, 256)}: {problem}", code=code, param=self.param)
+
+
+def add_pattern(copy: dict[str, object], pattern: str) -> None:
+    """Asks for one more pattern of a text."""
+    if "pattern" not in copy:
+        copy["pattern"] = pattern
+        return
+    parts = copy.get("allOf", [])
+    assert isinstance(parts, list)
+    copy["allOf"] = [*parts, {"pattern": pattern}]
 
 
 def _escaped(name: str) -> str:

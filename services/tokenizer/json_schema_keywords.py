@@ -23,8 +23,9 @@ FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )  # fmt: skip
 
-MOMENT_CHARS: Mapping[str, int] = {"date-time": 35, "time": 24}
-"""The longest of these: nine digits behind the second, and an offset."""
+MOMENTS = frozenset(("date-time", "time"))
+NINE_DIGITS = r"^[^.]*(\.[0-9]{1,9}[^0-9].*)?$"
+"""What these fit besides: at most nine digits behind the second."""
 
 INTEGER_FORMATS: Mapping[str, tuple[int, int]] = {
     "int8": (-(2**7), 2**7 - 1),

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
+from services.gpu_worker.grammar_vocabulary import library_tokenizer
 from services.tokenizer import json_schema_keywords as keywords
 from services.tokenizer.api_error import ApiError
 from services.tokenizer.json_schema_check import SchemaLimits, checked_schema
+from tests.unit.gpu_worker.grammar_models import byte_vocabulary
 
 LIMITS = SchemaLimits(max_bytes=256 * 1024, max_properties=5000, max_depth=32)
 CLOSED = {"additionalProperties": False}
@@ -272,8 +274,23 @@ def test_str_01_a_schema_that_nests_without_end_is_refused_without_a_stack_overf
 
 
 @pytest.mark.parametrize(
-    ("name", "longest"), [("date-time", "2026-01-02T03:04:05.123456789+00:00"), ("time", "03:04:05.123456789+00:00")]
+    ("name", "moment", "more"),
+    [
+        ("date-time", "2026-01-02T03:04:05", {}),
+        ("time", "03:04:05", {}),
+        ("time", "03:04:05", {"pattern": "^0"}),
+        ("time", "03:04:05", {"pattern": "^0", "allOf": [{"maxLength": 40}]}),
+        ("date-time", "2026-01-02T03:04:05", {"type": ["string", "null"]}),
+    ],
 )
-def test_a_time_has_no_endless_fraction(name: str, longest: str) -> None:
-    assert checked({"type": "string", "format": name}) == {"type": "string", "format": name, "maxLength": len(longest)}
-    assert checked({"type": "string", "format": name, "maxLength": 30})["maxLength"] == 30
+def test_a_time_has_at_most_nine_digits_behind_its_second(name: str, moment: str, more: dict[str, Any]) -> None:
+    copy = checked({"type": "string", "format": name, **more})
+    tokenizer = library_tokenizer(byte_vocabulary(), 260)
+    for zone in ("Z", "+00:00", "-23:59"):
+        for num_digits in (0, 1, 8, 9, 10, 11, 15, 30):
+            text = json.dumps(moment + ("." + "7" * num_digits if num_digits else "") + zone)
+            matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(json.dumps(copy)), log_level=0)
+            is_taken = matcher.try_consume_tokens(list(text.encode())) == len(text) and matcher.is_accepting()
+            assert is_taken == (num_digits <= 9), (text, copy)
+    early = checked({"type": "string", "format": name, **more, "maxLength": 22})
+    assert early["maxLength"] == 22

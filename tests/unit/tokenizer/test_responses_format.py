@@ -235,6 +235,6 @@ def test_errors_of_the_chat_are_told_in_the_clients_words() -> None:
         "messages[0].content": "instructions",
         "messages[1].content": "input",
         "max_completion_tokens": "max_output_tokens",
-        "response_format.json_schema.schema": "text.format",
+        "response_format.json_schema.schema": "text.format.schema",
     }
     assert {param: words.in_clients_words(bad_field(param, "x")).param for param in named} == named

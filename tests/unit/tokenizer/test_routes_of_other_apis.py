@@ -153,7 +153,11 @@ def test_api_05_errors_of_messages_have_anthropics_form(
     [
         (RESPONSES, {"input": "x" * 9000}, "input"),
         (RESPONSES, {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
-        (RESPONSES, {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format"),
+        (
+            RESPONSES,
+            {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+            "text.format.schema",
+        ),
         (RESPONSES, {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
     ],
 )
