@@ -30,6 +30,7 @@ from services.runtime.config import Settings, SettingsError, load_settings
 from services.runtime.service import StartError
 
 _USUAL_CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}  # a start measures its own
+_STEADY_SHARE = 0.9  # of the free memory: it will be another amount when the advice is followed
 _LOGITS_COPIES = 3  # float32: the logits, what sampling makes of them, and a sort of it
 
 
@@ -47,9 +48,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a model takes, in bytes, and whether that is there. `problem` is why it cannot run, "" when it can."""
+    """What a model takes, in bytes, and whether that is there.
+
+    `problem` is why it cannot run, "" when it can, and `remedy` what would help.
+    """
 
     problem: str = ""
+    remedy: str = ""
     model_type: str = ""
     dtype: str = ""
     num_weights: int = 0
@@ -75,9 +80,13 @@ def fit(settings: Settings, device: torch.device, host: Machine, is_config_only:
     try:
         files = open_model(settings.model)
         config = parse_model_config(files) if is_config_only else check_model(files)
+    except ModelFileError as error:
+        return Fit(problem=str(error), remedy="choose a model of a supported family, or fetch its files again")
+    try:
         context = choose_context(settings, config)
-    except (ModelFileError, StartError) as error:
-        return Fit(problem=str(error))
+    except StartError as error:
+        remedy = f"set --max-model-len {config.max_position_embeddings} or less, or leave it out"
+        return Fit(problem=str(error), remedy=remedy)
     dtype = DTYPES.get(settings.dtype) or default_dtype(config, device)
     sizes = _sizes(settings, config, dtype, device, context)
     memory = MemoryState(
@@ -90,13 +99,31 @@ def fit(settings: Settings, device: torch.device, host: Machine, is_config_only:
     if sizes.weight_bytes + sizes.activation_bytes > host.available_bytes:
         wanted = sizes.weight_bytes + sizes.activation_bytes
         problem = f"weights and a step need {wanted / 1e9:.2f} GB, {host.available_bytes / 1e9:.2f} GB are free"
-        return dataclasses.replace(sizes, problem=problem)
+        return dataclasses.replace(sizes, problem=problem, remedy=_for_weights(sizes, host))
     shape = _page_shape(settings, config, dtype)
     try:
         num_pages = pool_size(memory, shape, settings, context).num_pages
     except StartError as error:
-        return dataclasses.replace(sizes, problem=str(error))
+        return dataclasses.replace(sizes, problem=str(error), remedy=_for_pool(settings, memory, shape))
     return dataclasses.replace(sizes, pool_tokens=num_pages * settings.page_size)
+
+
+def _for_weights(sizes: Fit, host: Machine) -> str:
+    """What helps where weights and a step are too large; smaller steps where the weights alone are not."""
+    smaller = "choose a smaller model, or another --dtype or --device, or free memory"
+    if sizes.weight_bytes > host.available_bytes:
+        return smaller
+    return f"set a lower --chunked-prefill-size or --max-running-requests, {smaller}"
+
+
+def _for_pool(settings: Settings, memory: MemoryState, shape: KvCacheShape) -> str:
+    """What helps where the pool has no room: less of it where so much was asked for."""
+    most_pages = _STEADY_SHARE * memory.most_for_pool // shape.bytes_per_page
+    most_tokens = int(most_pages) * shape.page_size
+    if settings.kv_cache_tokens and most_tokens:
+        return f"set --kv-cache-tokens {most_tokens} or less, or leave it out"
+    smaller = "free memory, or choose a smaller model, a lower --max-model-len, or another --dtype or --device"
+    return smaller if settings.kv_cache_tokens else f"raise --mem-fraction-static, {smaller}"
 
 
 def _sizes(settings: Settings, config: ModelConfig, dtype: torch.dtype, device: torch.device, context: int) -> Fit:

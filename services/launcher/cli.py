@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 
@@ -11,6 +13,7 @@ from services.runtime.config import SettingsError
 
 EXIT_BAD_START = 2
 EXIT_INTERRUPTED = 130
+EXIT_READER_LEFT = 141  # as of a program that the signal of a broken pipe ends
 
 COMMANDS = {
     "serve": "start a server",
@@ -31,9 +34,31 @@ def main(arguments: Sequence[str] | None = None, on_loaded: Callable[[], object]
         on_loaded: called when the command's modules are loaded, before it runs.
 
     Returns:
-        The exit status: 0, 1 after a failure, 2 for a bad start, 130 after Ctrl-C.
+        The exit status: 0, 1 after a failure, 2 for a bad start, 130 after Ctrl-C, 141 when its reader has left.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if arguments is None else arguments), on_loaded)
+        finally:
+            sys.stdout.flush()  # here, where it can be answered for, and not when the process is gone
+    except BrokenPipeError:
+        if not _left_streams():
+            raise
+        for stream in _left_streams():  # what still waits there is thrown away
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        return EXIT_READER_LEFT
+
+
+def _left_streams() -> list[int]:
+    """The files of standard output and error that nobody reads any more."""
+    poll = select.poll()
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None and not stream.closed:
+            poll.register(stream.fileno(), 0)  # errors are told of whatever is asked
+    return [file for file, _ in poll.poll(0)]
+
+
+def _run(words: Sequence[str], on_loaded: Callable[[], object]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return 0
@@ -45,6 +70,8 @@ def main(arguments: Sequence[str] | None = None, on_loaded: Callable[[], object]
         on_loaded()
         return command(words[1:])
     except (CommandError, SettingsError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _left_streams():
+            raise
         return _bad_start(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from services.launcher.errors import ModelNotFoundError
+from services.launcher.errors import HubUnreachableError, ModelNotFoundError
 from services.launcher.progress import show
 
 _HUB_TIMEOUT_S = 10.0
@@ -191,8 +191,8 @@ def look_up(name: str) -> Published:
     """Asks the hub for a model.
 
     Raises:
-        ModelNotFoundError: the hub cannot be reached within 10 s, knows no such model, wants a token, or has no
-            safetensors for it.
+        HubUnreachableError: the hub cannot be reached within 10 s.
+        ModelNotFoundError: it knows no such model, wants a token, or has no safetensors for it.
     """
     try:
         from huggingface_hub import HfApi
@@ -212,7 +212,7 @@ def look_up(name: str) -> Published:
     except HFValidationError as error:
         raise ModelNotFoundError(f"model {name}: no name of a model: {_one_line(error)}") from error
     except Exception as error:  # those of whatever HTTP client the library uses
-        raise ModelNotFoundError(
+        raise HubUnreachableError(
             f"model {name}: not on this disk, and the hub cannot be reached: {_one_line(error)}"
         ) from error
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or [] if _is_wanted(file.rfilename)}

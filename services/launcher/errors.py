@@ -9,3 +9,7 @@ class CommandError(Exception):
 
 class ModelNotFoundError(CommandError):
     """A model's name leads to no usable files; one line that says what would."""
+
+
+class HubUnreachableError(ModelNotFoundError):
+    """Whether it would, nobody can tell without a network."""

@@ -77,6 +77,8 @@ def _checks(settings: Settings) -> Iterator[Finding]:
 
 def _device(settings: Settings) -> Iterator[Finding]:
     try:
-        yield from check_device(ask_child(FIT_CHECK, settings, ["--machine-only"])["machine"])
+        machine = ask_child(FIT_CHECK, settings, ["--machine-only"])["machine"]
     except CommandError as error:
         yield failed("device", str(error), "mend --device, or the installation of torch")
+        return
+    yield from check_device(machine, wants_gpu=settings.device != "cpu")

@@ -30,6 +30,7 @@ _PACKAGES = (
     "zmq",
 )
 _LEAST_FILES = 4096  # a connection is a file, and so is every link between processes
+_GOOD_FILES = 65536
 _LEAST_DISK_BYTES = 10**9
 _LEAST_MEMORY_BYTES = 2 * 10**9
 _NVIDIA_TIMEOUT_S = 20.0
@@ -55,8 +56,10 @@ def check_open_files() -> Finding:
     """How many files a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _LEAST_FILES:
-        most = "as root, or in limits.conf" if hard < _LEAST_FILES else "before the start"
-        return warning("open files", f"{soft} for a process: so many connections at most", f"ulimit -n 65536, {most}")
+        is_low = hard != resource.RLIM_INFINITY and hard < _LEAST_FILES
+        wanted = _GOOD_FILES if is_low or hard == resource.RLIM_INFINITY else min(hard, _GOOD_FILES)
+        remedy = f"ulimit -n {wanted}, {'as root, or in limits.conf' if is_low else 'before the start'}"
+        return warning("open files", f"{soft} for a process: so many connections at most", remedy)
     return ok("open files", f"{'no limit' if soft == resource.RLIM_INFINITY else soft} for a process")
 
 
@@ -72,7 +75,7 @@ def check_disk(directory: Path) -> Finding:
     return ok("disk", text)
 
 
-def check_device(machine: Mapping[str, Any]) -> Iterator[Finding]:
+def check_device(machine: Mapping[str, Any], wants_gpu: bool = True) -> Iterator[Finding]:
     """What a worker would run on, as the worker's own code told it (`services.gpu_worker.fit_check`)."""
     cores, total, available = machine["num_cores"], machine["total_bytes"], machine["available_bytes"]
     if machine["device_name"]:
@@ -85,7 +88,7 @@ def check_device(machine: Mapping[str, Any]) -> Iterator[Finding]:
         yield warning("memory", text, "end other programs: a server for a small model takes about 2 GB")
     else:
         yield ok("memory", text)
-    yield _no_gpu(machine["cuda_version"])
+    yield _no_gpu(machine["cuda_version"]) if wants_gpu else ok("gpu", "not used, as --device cpu says")
 
 
 def _no_gpu(cuda_version: str) -> Finding:

@@ -13,7 +13,7 @@ from typing import Any
 from services.launcher.child_questions import ask_child
 from services.launcher.doctor.findings import Finding, failed, ok, warning
 from services.launcher.downloads import IndexPackage, look_up
-from services.launcher.errors import CommandError, ModelNotFoundError
+from services.launcher.errors import CommandError, HubUnreachableError, ModelNotFoundError
 from services.launcher.model_facts import model_facts, size_text
 from services.launcher.models import ALIASES, model_on_disk, models_directory
 from services.runtime.config import Settings
@@ -21,7 +21,6 @@ from services.runtime.config import Settings
 FIT_CHECK = "services.gpu_worker.fit_check"
 _RENDER = "services.tokenizer.render_prompt"
 _NO_TEMPLATE = "no chat template"
-_SMALLER = "choose a smaller model, a lower --max-model-len, or another --dtype or --device"
 
 
 def check_model(settings: Settings) -> Iterator[Finding]:
@@ -36,13 +35,20 @@ def check_model(settings: Settings) -> Iterator[Finding]:
         return
     facts = model_facts(path)
     if facts.problem:
-        yield failed("model", f"{path}: {facts.problem}", "fetch it again: `tokenway models rm` and `models pull`")
+        yield failed("model", f"{path}: {facts.problem}", _again(path, settings))
         return
     kind = " ".join(part for part in (facts.format, facts.dtype, facts.model_type) if part)
     yield ok("model", f"{path}: {kind}, {size_text(facts.num_bytes)}, context {facts.context:,}")
     here = dataclasses.replace(settings, model=str(path))
     yield _check_fit(here)
     yield _check_tokenizer(here)
+
+
+def _again(path: Path, settings: Settings) -> str:
+    """How to have the files of a model once more: only what `models pull` put there may `models rm` take away."""
+    if path.parent == models_directory(settings):
+        return f"fetch it again: `tokenway models rm {settings.model}`, then `tokenway models pull {settings.model}`"
+    return "put its files there again, or choose another model"
 
 
 def _check_unfetched(settings: Settings) -> Iterator[Finding]:
@@ -57,10 +63,11 @@ def _check_unfetched(settings: Settings) -> Iterator[Finding]:
         with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
             published.fetch_configuration(Path(folder))
             yield _check_fit(dataclasses.replace(settings, model=folder), "--config-only")
+    except HubUnreachableError as error:
+        remedy = "without the hub nobody can tell whether it would fit: try again with a network"
+        yield failed("model", str(error), remedy)
     except ModelNotFoundError as error:
-        yield failed(
-            "model", str(error), "without the hub nobody can tell whether it would fit: try again with a network"
-        )
+        yield failed("model", str(error), "mend what it says, or choose another: `tokenway models` lists what is known")
 
 
 def _check_room(name: str, num_bytes: int, directory: Path) -> Finding:
@@ -76,15 +83,14 @@ def _check_fit(settings: Settings, *arguments: str) -> Finding:
     try:
         fit = ask_child(FIT_CHECK, settings, arguments)["fit"]
     except CommandError as error:
-        return failed("fit", f"cannot be told: {error}", "mend what is said about packages, and try again")
-    if fit["problem"] and not fit["weight_bytes"]:
-        problem = str(fit["problem"]).replace(f"{settings.model}/", "")
-        return failed("fit", problem, "choose a model of a supported family, or fetch its files again")
+        return failed("fit", f"cannot be told: {error}", "mend what is said about packages and device, and try again")
     if fit["problem"]:
-        return failed("fit", f"{sizes(fit)}; {fit['problem']}", _SMALLER)
+        problem = str(fit["problem"]).replace(f"{settings.model}/", "")
+        return failed("fit", f"{sizes(fit)}; {problem}" if fit["weight_bytes"] else problem, str(fit["remedy"]))
     text = f"{sizes(fit)}; room for {fit['pool_tokens']:,} tokens of KV cache"
     if fit["pool_tokens"] < fit["context"]:
-        remedy = f"set --max-model-len {fit['pool_tokens']} or less, or free memory"
+        more = "raise --kv-cache-tokens" if settings.kv_cache_tokens else "free memory"
+        remedy = f"set --max-model-len {fit['pool_tokens']} or less, or {more}"
         return warning("fit", f"{text}, less than the context of {fit['context']:,}", remedy)
     return ok("fit", text)
 
@@ -104,5 +110,7 @@ def _check_tokenizer(settings: Settings) -> Finding:
     except CommandError as error:
         if _NO_TEMPLATE in str(error):
             return warning("tokenizer", "no chat template: chat requests are refused", "give one with --chat-template")
-        return failed("tokenizer", str(error), "fetch the model's files again")
+        is_of_setting = bool(settings.chat_template) and settings.chat_template in str(error)
+        setting = "--chat-template" if is_of_setting else "the setting that it names" if "--" in str(error) else ""
+        return failed("tokenizer", str(error), f"mend {setting}" if setting else "fetch the model's files again")
     return ok("tokenizer", f"works; a chat of one word is {found['count']} tokens")

@@ -65,6 +65,8 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     ("limits", "verdict", "remedy"),
     [
         ((1024, 65536), Verdict.WARNING, "ulimit -n 65536, before the start"),
+        ((1024, 8192), Verdict.WARNING, "ulimit -n 8192, before the start"),
+        ((1024, resource.RLIM_INFINITY), Verdict.WARNING, "ulimit -n 65536, before the start"),
         ((256, 256), Verdict.WARNING, "ulimit -n 65536, as root, or in limits.conf"),
         ((4096, 4096), Verdict.OK, ""),
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), Verdict.OK, ""),
@@ -101,6 +103,7 @@ def test_the_device_is_told_and_little_memory_is_a_warning(monkeypatch: pytest.M
     assert (memory.name, memory.verdict) == ("memory", Verdict.WARNING)
     gpu = {**CPU, "device_name": "H200", "cuda_version": "13.0"}
     assert [finding.text for finding in check_device(gpu)] == ["H200, 4.00 GB of 8.00 GB free; torch 2.9, CUDA 13.0"]
+    assert list(check_device({**CPU, "cuda_version": "13.0"}, wants_gpu=False))[-1].verdict == Verdict.OK
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,10 +56,56 @@ def test_what_does_not_fit_is_told_with_numbers(tmp_path: Path) -> None:
     no_room = fit(settings, CPU, machine(available=1e5), False)
     assert "weights and a step need" in no_room.problem
     assert "0.00 GB are free" in no_room.problem
+    assert no_room.remedy.startswith("choose a smaller model")
+    no_step = fit(settings, CPU, machine(available=no_room.weight_bytes + 1), False)
+    assert no_step.remedy.startswith("set a lower --chunked-prefill-size or --max-running-requests, choose a smaller")
     no_pool = fit(dataclasses.replace(settings, kv_cache_tokens=2**30), CPU, machine(), False)
     assert no_pool.problem.startswith("--kv-cache-tokens 1073741824 takes")
     too_long = fit(dataclasses.replace(settings, max_model_len=513), CPU, machine(), False)
     assert too_long.problem.startswith("--max-model-len 513 is more than the 512 positions")
+
+
+@pytest.mark.parametrize(
+    ("name", "too_much"), [("max_model_len", 99999), ("kv_cache_tokens", 99_999_999), ("kv_cache_tokens", 2**31 - 1)]
+)
+def test_a_setting_that_asks_too_much_is_named_with_what_is_possible(name: str, too_much: int, tmp_path: Path) -> None:
+    def with_value(value: int) -> Settings:
+        values: dict[str, Any] = {name: value}
+        return dataclasses.replace(settings, **values)
+
+    settings = Settings(model=str(write_checkpoint(tmp_path / "model", "llama")), max_running_requests=4)
+    found = fit(with_value(too_much), CPU, machine(), False)
+    match = re.fullmatch(f"set --{name.replace('_', '-')} ([0-9]+) or less, or leave it out", found.remedy)
+    assert match, found
+    assert fit(with_value(int(match[1])), CPU, machine(), False).problem == ""
+    shown = list(check_model(with_value(too_much)))[1]
+    assert (shown.name, shown.verdict, shown.remedy.split()[1]) == ("fit", Verdict.FAILED, found.remedy.split()[1])
+
+
+def test_no_room_for_a_pool_is_no_fault_of_the_files(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", "llama")
+    settings = Settings(model=str(folder), max_running_requests=4, mem_fraction_static=0.01)
+    found = fit(settings, CPU, machine(available=1e7), False)
+    assert found.remedy.startswith("raise --mem-fraction-static, free memory")
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        (None, "mend --chat-template"),
+        ("{% if %}", "mend --chat-template"),
+        ("{{ messages[0].content }}", "mend the setting that it names"),
+    ],
+)
+def test_a_template_of_the_operators_own_is_not_blamed_on_the_model(
+    text: str | None, remedy: str, smollm2_path: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "own.jinja"
+    if text is not None:
+        template.write_text(text)
+    settings = Settings(model=str(smollm2_path), chat_template=str(template), tool_call_parser="mistral")
+    found = list(check_model(settings))[-1]
+    assert (found.name, found.verdict, found.remedy) == ("tokenizer", Verdict.FAILED, remedy)
 
 
 def test_a_larger_step_takes_more(tmp_path: Path) -> None:
@@ -101,7 +149,8 @@ def test_a_model_without_tokenizer_and_of_an_unknown_family_says_both(tmp_path: 
 
 def test_a_pool_shorter_than_the_context_is_a_warning_with_the_length_that_fits(smollm2_path: Path) -> None:
     found = list(check_model(Settings(model=str(smollm2_path), kv_cache_tokens=1024)))[1]
-    assert (found.verdict, found.remedy.startswith("set --max-model-len 1024 or less")) == (Verdict.WARNING, True)
+    remedy = "set --max-model-len 1024 or less, or raise --kv-cache-tokens"
+    assert (found.verdict, found.remedy) == (Verdict.WARNING, remedy)
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "smollm3"])
