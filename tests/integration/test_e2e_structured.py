@@ -124,7 +124,7 @@ def test_an_answer_is_the_same_with_and_without_jumping_ahead_and_after_retracti
         ({"response_format": schema_format({"type": "notatype"})}, "response_format.json_schema.schema"),
         ({"response_format": schema_format({"$ref": "#/$defs/nowhere"})}, "response_format.json_schema.schema"),
         ({"response_format": schema_format({"const": "x" * 1_000_000})}, "response_format.json_schema.schema"),
-        ({"response_format": schema_format({"type": "string", "pattern": "("})}, "response_format"),
+        ({"response_format": schema_format({"type": "string", "pattern": "("})}, "response_format.json_schema.schema"),
         ({"regex": "("}, "regex"),
         ({"ebnf": "root ::= missing"}, "ebnf"),
         ({"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf"),
@@ -140,6 +140,31 @@ def test_str_01_a_bad_grammar_is_refused_with_the_reason_and_the_server_lives(
         assert error["param"] == param
         assert error["message"]
     assert page_1.ask(CHAT, messages=HI, max_tokens=1, temperature=0).text == "Hello"
+
+
+def test_str_01_a_grammar_that_grows_too_large_is_a_400_and_others_go_on(page_1: Client) -> None:
+    """Some show it when they are compiled, some in the middle of an answer."""
+    numbers = {"type": "array", "minItems": 60_000, "items": {"const": 1}}
+    for fields in (
+        {"guided_regex": "(a{1000}){1000}"},
+        {"guided_json": numbers},
+        {"guided_regex": "(.*[a-m].{60}){3}", "max_tokens": 400, "n": 3, "temperature": 1.5, "seed": 3},
+    ):
+        error = page_1.refused(CHAT, {"messages": HI, **fields})
+        assert error["code"] == "invalid_grammar"
+        assert error["message"].startswith(f"{next(iter(fields))}: ")
+        assert "too much" in error["message"]
+    assert page_1.ask(CHAT, messages=HI, guided_choice=["yes", "no"]).text in ("yes", "no")
+
+
+def test_min_tokens_adds_nothing_behind_a_whole_sentence(page_1: Client) -> None:
+    for fields in ({"guided_choice": ["Paris"]}, {"guided_regex": "abc"}):
+        short = page_1.ask(CHAT, messages=HI, skip_special_tokens=False, **fields)
+        held = page_1.ask(CHAT, messages=HI, skip_special_tokens=False, min_tokens=10, max_tokens=40, **fields)
+        assert (held.text, held.finish_reason) == (short.text, "stop")
+        assert held.completion_tokens == short.completion_tokens < 10
+    only_end = page_1.ask(CHAT, messages=HI, min_tokens=5, allowed_token_ids=[2])
+    assert (only_end.finish_reason, only_end.completion_tokens) == ("stop", 1)
 
 
 def test_str_02_response_format_shapes(page_1: Client) -> None:

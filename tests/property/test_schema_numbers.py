@@ -110,7 +110,7 @@ def test_bounds_that_are_taken_are_enforced_to_the_last_digit(
 ) -> None:
     if "minimum" in bounds and width is not None:
         bounds = {"minimum": bounds["minimum"], "maximum": bounds["minimum"] + width}
-    schema = {"type": kind, **bounds}
+    schema: dict[str, object] = {"type": kind, **bounds}
     copy = taken(schema)
     assume(copy is not None)
     assert copy is not None
