@@ -11,8 +11,17 @@ import pytest
 
 from services.runtime import metric_texts
 from services.runtime.config import Settings
-from services.tokenizer import field_tables, health, http_connection, message_fields, sampling_body
-from services.tokenizer.api_error import Code, finish_error
+from services.tokenizer import (
+    answer_sinks,
+    field_tables,
+    health,
+    http_connection,
+    lingering,
+    message_fields,
+    sampling_body,
+    strict_json,
+)
+from services.tokenizer.api_error import ApiError, Code, finish_error
 from services.tokenizer.openai_schema import ChatBody, CompletionBody
 from services.tokenizer.routes import ROUTES
 from services.tokenizer.service import BALANCER_NOTICE_S
@@ -143,12 +152,23 @@ def test_every_metric_is_exported_with_its_line_of_help(server: Server) -> None:
         ("over 8 KiB (`--max-header-bytes`)", Settings().max_header_bytes // 1024),
         ("over 32 KiB (`--max-head-bytes`)", Settings().max_head_bytes // 1024),
         ("closed after 75 s", http_connection.IDLE_S),
+        ("\nquiet for 1 s,", lingering.QUIET_S),
+        ("after 10 s at most. What is no request", lingering.LONGEST_S),
+        ("more than\n1,048,576 commas are 413", strict_json.MAX_COMMAS),
+        ("over 1,048,576 commas in the body", strict_json.MAX_COMMAS),
+        ("more than 1,048,576 characters wait", answer_sinks.MAX_PENDING_CHARACTERS),
         ("connections for 2 s more", BALANCER_NOTICE_S),
     ],
 )
 def test_the_numbers_in_the_text_are_those_of_the_code(number: str, value: float) -> None:
     assert number in DOCUMENT
     assert f"{value:,.0f}" in number
+
+
+def test_what_is_not_to_be_sent_again_is_that_of_the_code() -> None:
+    [sentence] = re.findall(r"again: ([^:]*) have `x-should-retry: false`", DOCUMENT)
+    told = set(re.findall(r"`(\w+)`", sentence))
+    assert told == {name for name in Code if "x-should-retry" in ApiError(500, "", code=name).headers()}
 
 
 def test_ranges_in_the_schema_are_documented() -> None:
