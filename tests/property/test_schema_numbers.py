@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from services.gpu_worker.grammar_vocabulary import library_tokenizer
 from services.tokenizer.api_error import ApiError
 from services.tokenizer.json_schema_check import SchemaLimits, checked_schema
+from services.tokenizer.tool_requests import DeclaredFunction
 from tests.unit.gpu_worker.grammar_models import byte_vocabulary
 
 LIMITS = SchemaLimits(max_bytes=256 * 1024, max_properties=5000, max_depth=32)
@@ -218,3 +219,26 @@ def test_numbers_that_would_not_be_enforced_exactly_are_named_with_their_place(
     assert caught.value.code == "unsupported_value"
     assert place in caught.value.message
     assert "would not be enforced" in caught.value.message
+
+
+def test_a_tool_that_is_not_strict_keeps_the_rest_of_a_schema_whose_numbers_cannot_be_kept() -> None:
+    exact = {"type": "integer", "minimum": 3}
+    parameters = {
+        "properties": {
+            "minimum": exact,
+            "a": {"type": "integer", "minimum": 1e30, "maximum": 2e30},
+            "b": {"enum": [1, 2**63]},
+            "c": {"const": {"x": [-(2**63)]}},
+            "d": {"anyOf": [exact, {"const": 7}]},
+        }
+    }
+    loose = DeclaredFunction("f", "", parameters, False, "tools[0]").argument_schema(LIMITS)
+    assert loose["properties"] == {
+        "minimum": exact,
+        "a": {"type": "integer"},
+        "b": {},
+        "c": {},
+        "d": {"anyOf": [exact, {"const": 7}]},
+    }
+    with pytest.raises(ApiError, match=r"tools.0.: #/properties/a/minimum: 1e\+30 would not be enforced exactly"):
+        DeclaredFunction("f", "", parameters, True, "tools[0]").argument_schema(LIMITS)
