@@ -4,9 +4,10 @@
     python -m bench.compare_with_guidellm --guidellm /some/venv/bin/guidellm
 
 Starts a server of its own without a prefix cache, so that both find the same work, with a worker of one thread: that
-leaves a core to the tools (on two cores guidellm slows a worker of two threads by a seventh). The tools take turns.
-Token counts must be equal and the medians over all rounds within 10 %: time to first token, time between tokens (the
-mean of each answer: what `tokenway bench` calls TPOT and guidellm ITL), time to the end. Status 1 when they are not.
+leaves a core to the tools (on two cores guidellm slows a worker of two threads by a seventh). The tools take turns, A B
+B A and so on, so that a machine that becomes faster or slower harms neither. Token counts must be equal and the medians
+over all rounds within 10 %: time to first token, time between tokens (the mean of each answer: what `tokenway bench`
+calls TPOT and guidellm ITL), time to the end. Status 1 when they are not.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--words", type=int, default=64, help="of each prompt")
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3, help="of both tools, in turn")
+    parser.add_argument("--rounds", type=int, default=6, help="of both tools, in turn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the figures of all rounds as JSON")
     return parser.parse_args(arguments)
@@ -153,9 +154,11 @@ def main(arguments: Sequence[str]) -> int:
         prompts = Path(folder) / "prompts.jsonl"
         write_prompts(prompts, options)
         run_tokenway(server.url, prompts, options)  # the server's first steps, which nobody counts
+        turns = [(ours, run_tokenway), (theirs, run_guidellm)]
         for _ in range(options.rounds):
-            ours.append(run_tokenway(server.url, prompts, options))
-            theirs.append(run_guidellm(server.url, prompts, options))
+            for figures, run in turns:
+                figures.append(run(server.url, prompts, options))
+            turns.reverse()
             print(f"tokenway {ours[-1]}\nguidellm {theirs[-1]}", file=sys.stderr)
     table, agrees = verdict(ours, theirs)
     print(table)
