@@ -19,6 +19,7 @@ from services.gpu_worker.step_inputs import StepInputs, StepRow, build_step_inpu
 from services.gpu_worker.step_work import StepOutput
 from services.gpu_worker.worker_state import WorkerState
 from services.wire.columns import pack_int32
+from services.wire.finish import Finish
 from services.wire.steps import StepPlan
 from tests.unit.gpu_worker.plan_writer import PlanWriter, Request
 
@@ -157,7 +158,7 @@ def test_a_failed_row_s_pages_are_cleared_when_it_is_released() -> None:
     assert step is not None
     later = state.prepare(writer.plan((one, 6), (two, 6)))
     assert later is not None
-    state.note_failures(later.rows, np.array([True, False]))
+    state.note_failures(later.rows, np.array([Finish.NUMERICAL_ERROR, Finish.NONE]))
     spoiled = one.pages[1:]
     writer.release(one)
     writer.release(two)
@@ -174,7 +175,7 @@ def test_a_failure_of_a_row_that_was_released_meanwhile_spoils_nobody_s_pages() 
     writer.release(one)
     two = Request(2, [6])
     assert state.prepare(writer.plan((two, 1))) is not None
-    state.note_failures(step.rows, np.array([True]))
+    state.note_failures(step.rows, np.array([Finish.NUMERICAL_ERROR]))
     writer.release(two)
     later = state.prepare(writer.plan((Request(3, [7]), 1)))
     assert later is not None

@@ -55,7 +55,8 @@ def test_a_check_on_an_idle_server_makes_one_token_for_all_that_wait(idle_server
 
 
 def test_tokens_of_others_are_a_sign_of_life(idle_server: Server) -> None:
-    idle_server.backend.tell_load(idle_ms=1)
+    idle_server.backend.tell_load(idle_ms=1, max_total_tokens=77)
+    idle_server.backend.wait_for_load(idle_server.port, 77)
     assert request(idle_server.port, "GET", "/health").status == 200
     assert not idle_server.backend.arrived(Submit)
 
