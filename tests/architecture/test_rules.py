@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,12 +65,26 @@ def comments_of(path: Path) -> list[str]:
         return [token.string for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
 
 
-every_service_module = pytest.mark.parametrize("path", SERVICES, ids=name_of)
-every_module = pytest.mark.parametrize("path", SERVICES + TESTS + BENCH, ids=name_of)
+Rule = Callable[[Path], None]
+RULES: list[tuple[Rule, list[Path]]] = []
+"""What is asserted of a module, and of which modules: one test each, so that thousands of them cost nothing."""
+
+
+def holds_in(paths: list[Path]) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        RULES.append((rule, paths))
+        return rule
+
+    return register
+
+
+every_service_module = holds_in(SERVICES)
+every_module = holds_in(SERVICES + TESTS + BENCH)
+every_test_module = holds_in(TESTS)
 
 
 @every_service_module
-def test_imports_go_down_the_layers_and_never_between_services(path: Path) -> None:
+def imports_go_down_the_layers_and_never_between_services(path: Path) -> None:
     parts = path.relative_to(REPOSITORY / "services").parts
     if len(parts) == 1:
         return
@@ -85,7 +99,7 @@ def test_imports_go_down_the_layers_and_never_between_services(path: Path) -> No
 
 
 @every_service_module
-def test_torch_is_imported_in_gpu_worker_only(path: Path) -> None:
+def torch_is_imported_in_gpu_worker_only(path: Path) -> None:
     if path.relative_to(REPOSITORY / "services").parts[0] == "gpu_worker":
         return
     roots = {module.split(".")[0] for module in imported_modules(tree_of(path))}
@@ -93,7 +107,7 @@ def test_torch_is_imported_in_gpu_worker_only(path: Path) -> None:
 
 
 @every_module
-def test_nothing_reads_objects_or_code_from_bytes(path: Path) -> None:
+def nothing_reads_objects_or_code_from_bytes(path: Path) -> None:
     """Security rule 1: no pickle family, no eval, no torch.load, no shell."""
     tree = tree_of(path)
     roots = {module.split(".")[0] for module in imported_modules(tree)}
@@ -112,7 +126,7 @@ def test_nothing_reads_objects_or_code_from_bytes(path: Path) -> None:
 
 
 @every_service_module
-def test_the_environment_is_read_and_written_in_one_place(path: Path) -> None:
+def the_environment_is_read_and_written_in_one_place(path: Path) -> None:
     if name_of(path) == ENVIRONMENT_OWNER:
         return
     tree = tree_of(path)
@@ -123,12 +137,12 @@ def test_the_environment_is_read_and_written_in_one_place(path: Path) -> None:
 
 
 @every_module
-def test_modules_are_short(path: Path) -> None:
+def modules_are_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
 
 
 @every_module
-def test_modules_say_what_they_are(path: Path) -> None:
+def modules_say_what_they_are(path: Path) -> None:
     if path.name == "__main__.py" or path.stat().st_size == 0:
         return
     docstring = ast.get_docstring(tree_of(path))
@@ -137,14 +151,14 @@ def test_modules_say_what_they_are(path: Path) -> None:
 
 
 @every_service_module
-def test_public_names_have_docstrings(path: Path) -> None:
+def public_names_have_docstrings(path: Path) -> None:
     for node in tree_of(path).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
             assert ast.get_docstring(node), f"{node.name} in line {node.lineno}"
 
 
 @every_module
-def test_nothing_is_left_for_later_and_no_error_is_swallowed(path: Path) -> None:
+def nothing_is_left_for_later_and_no_error_is_swallowed(path: Path) -> None:
     assert not [comment for comment in comments_of(path) if re.search(r"\b(TODO|FIXME|XXX|HACK)\b", comment)]
     assert path == Path(__file__) or not MACHINE_PATHS.search(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree_of(path)):
@@ -158,13 +172,13 @@ def test_nothing_is_left_for_later_and_no_error_is_swallowed(path: Path) -> None
 
 
 @every_service_module
-def test_names_say_something(path: Path) -> None:
+def names_say_something(path: Path) -> None:
     names = [path.stem, *(node.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef))]
     assert not [name for name in names if VAGUE_NAMES.search(name)]
 
 
-@pytest.mark.parametrize("path", TESTS, ids=name_of)
-def test_no_test_sleeps(path: Path) -> None:
+@every_test_module
+def no_test_sleeps(path: Path) -> None:
     """`asyncio.sleep(0)` lets the loop turn; anything longer hopes that something has happened by then."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Call) and dotted(node.func) in ("time.sleep", "asyncio.sleep", "sleep"):
@@ -173,8 +187,8 @@ def test_no_test_sleeps(path: Path) -> None:
             assert argument.value == 0, f"line {node.lineno}"
 
 
-@pytest.mark.parametrize("path", TESTS, ids=name_of)
-def test_every_test_is_collected(path: Path) -> None:
+@every_test_module
+def every_test_is_collected(path: Path) -> None:
     """Pytest runs what is called `test_*` in files called `test_*.py`, and nothing else."""
     functions = [node.name for node in tree_of(path).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     has_tests = any(name.startswith("test_") for name in functions)
@@ -183,7 +197,7 @@ def test_every_test_is_collected(path: Path) -> None:
 
 
 @every_service_module
-def test_a_log_line_about_a_request_carries_its_id_beside_the_text(path: Path) -> None:
+def a_log_line_about_a_request_carries_its_id_beside_the_text(path: Path) -> None:
     """`extra=about(request_id)`: as a field of a JSON line it can be searched for in the logs of every process."""
     for call in [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]:
         match call.func:
@@ -192,6 +206,17 @@ def test_a_log_line_about_a_request_carries_its_id_beside_the_text(path: Path) -
                 assert "request_id" not in told, f"line {call.lineno}"
             case _:
                 pass
+
+
+@pytest.mark.parametrize(("rule", "paths"), RULES, ids=lambda part: getattr(part, "__name__", "modules"))
+def test_a_rule_holds_in_every_module(rule: Rule, paths: list[Path]) -> None:
+    broken = []
+    for path in paths:
+        try:
+            rule(path)
+        except AssertionError as error:
+            broken.append(f"{name_of(path)}: {error}")
+    assert not broken, "\n".join(broken)
 
 
 def test_import_contracts() -> None:
