@@ -1,7 +1,7 @@
 # make serve       environment, demo model and server in one go      PORT=8000 MODEL=smollm2:135m ARGS="--num-tokenizers 2"
 # make test        what every change must pass, within 8 minutes on two cores
 # make test-all    the long tests too        make device-check  the worker on a CUDA device against the CPU
-# make test-surface    what clients see of the real model, feature by feature
+# make test-surface    what clients and operators see of real models, feature by feature
 # make test-pairwise   the pipeline's settings against each other, each run held to the reference texts
 # make test-schemathesis  ten thousand requests made of /openapi.json
 # make test-clients  the real clients, installed into an environment of their own: needs a package index, npm for two

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from services.runtime.logs import escaped
+
 
 class ModelFileError(ValueError):
     """A model's file is missing, damaged or of a kind that is not supported.
@@ -13,7 +15,7 @@ class ModelFileError(ValueError):
     """
 
     def __init__(self, path: Path, problem: str) -> None:
-        """Join the file's path and the problem into one line."""
+        """Join the file's path and the problem into one line, whatever a damaged file has put into a name."""
         self.path = path
-        self.problem = problem
-        super().__init__(f"{path}: {problem}")
+        self.problem = escaped(problem)
+        super().__init__(f"{escaped(str(path))}: {self.problem}")

@@ -48,8 +48,8 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         request = _request_of(record)
         event = f"[{request}] {record.getMessage()}" if request else record.getMessage()
-        line = f"{_clock(record)} {record.levelname[0]} {self._who} {_escaped(event)}"
-        return "\n".join([line, *(f"  | {_escaped(part)}" for part in _trace_lines(self, record))])
+        line = f"{_clock(record)} {record.levelname[0]} {self._who} {escaped(event)}"
+        return "\n".join([line, *(f"  | {escaped(part)}" for part in _trace_lines(self, record))])
 
 
 class _JsonFormatter(logging.Formatter):
@@ -86,5 +86,6 @@ def _clock(record: logging.LogRecord) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """The text on one line: what cannot be printed, line ends too, as an escape."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

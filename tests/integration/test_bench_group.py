@@ -14,6 +14,9 @@ from bench.pipeline import Group, free_port
 from services.runtime.config import Settings
 from tests.sockets import Sockets
 
+pytestmark = [pytest.mark.slow, pytest.mark.surface]
+
+
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -24,6 +24,9 @@ from services.launcher.doctor.model_checks import check_model
 from services.model_files.source import open_model
 from services.runtime.config import Settings, inherited_environment
 
+pytestmark = [pytest.mark.slow, pytest.mark.surface]
+
+
 _ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 

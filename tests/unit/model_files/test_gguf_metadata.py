@@ -67,6 +67,11 @@ def test_wgt_02_a_header_cut_anywhere_is_refused(small_file: Path, tmp_path: Pat
             read_gguf_header(cut)
 
 
+def test_what_a_damaged_file_puts_into_a_name_stays_on_the_line() -> None:
+    error = ModelFileError(Path("a.gguf"), "field x\n2026 E fake\x1b[31m runs over, 你好")
+    assert str(error) == "a.gguf: field x\\n2026 E fake\\x1b[31m runs over, 你好"
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, 1000), value=st.binary(min_size=1, max_size=8))
 def test_a_damaged_header_is_refused_or_read_never_a_crash(small_file: Path, position: int, value: bytes) -> None:

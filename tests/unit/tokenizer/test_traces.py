@@ -25,6 +25,9 @@ from tests.sockets import wait_until
 from tests.unit.tokenizer.backend_peers import Server, admitted_stream, chunk, takes_requests
 from tests.unit.tokenizer.http_client import Connection, Json, Response, request
 
+pytestmark = [pytest.mark.slow, pytest.mark.surface]
+
+
 TEXT_PATH = "/v1/completions"
 KEYS = {"one": {"Authorization": "Bearer one"}, "two": {"Authorization": "Bearer two"}}
 
