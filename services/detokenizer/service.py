@@ -175,7 +175,7 @@ class DetokenizerService:
             self._lose(lost)
 
     def _report(self, ended: EndedAnswer) -> None:
-        """Tells how an answer fared here; one that its tokenizer cannot take at once is missed."""
+        """Tells how an answer fared here, behind its last chunk; missed only where the outbox has no room."""
         work_s, wait_s = self._decoders.times.since(ended.sums_at_start)
         report = HopReport(
             request_id=ended.request_id,
@@ -189,7 +189,7 @@ class DetokenizerService:
         )
         port = self._tokenizers.get(ended.tokenizer)
         if port is not None:
-            port.send_now(report)
+            port.send(report)
 
     def _lose(self, tokenizers: set[bytes]) -> None:
         """A tokenizer that is not in the roster or reads nothing: its answers have no reader; the scheduler is told."""

@@ -33,7 +33,7 @@ class Journeys:
     Args:
         identity: the scheduler's own, named in reports.
         router: whose records carry the times.
-        port: where reports go out; one that a peer cannot take at once is dropped.
+        port: where reports go out; one for a peer that is gone, or whose outbox is full, is dropped.
         unix_s: the wall clock.
     """
 
@@ -96,7 +96,7 @@ class Journeys:
                 "output_tokens": request.num_output,
             },
         )
-        self._port.send_now(record.tokenizer, report)
+        self._port.send(record.tokenizer, report)
 
 
 def _us(seconds: float) -> int:

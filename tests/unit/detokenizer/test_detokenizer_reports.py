@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import secrets
 import time
+from pathlib import Path
 
 import pytest
 
 from services.detokenizer.decoders import Decoders
 from services.detokenizer.incremental import TokenPieces
 from services.detokenizer.turn_times import EndedAnswer, TurnTimes
-from services.wire.answers import DecodeOpen, HopReport, TokensProduced
+from services.wire.answers import DecodeOpen, HopReport, TextChunks, TokensProduced
 from services.wire.columns import pack_int32
+from services.wire.endpoints import Identity, ipc_endpoint
 from services.wire.finish import Finish
-from services.wire.members import Heartbeat, Role
+from services.wire.members import Heartbeat, Hello, Member, Role, State
 from services.wire.request_params import TextParams
-from tests.unit.detokenizer.peers import Group
+from tests.unit.detokenizer.peers import Group, Peer
 from tests.unit.detokenizer.test_detokenizer_decoders import LEFT, A, B, Table, opening, produced
 
 
@@ -58,6 +60,34 @@ def test_its_tokenizer_gets_the_report_after_the_last_chunk(group: Group) -> Non
     assert report.counters == {"chunks": 3, "tokens": 3}
     assert before_us <= report.started_unix_us <= int(1e6 * time.time())
     assert report.work_us > 0 <= report.wait_us
+
+
+def test_a_report_waits_behind_its_chunks_for_a_tokenizer_that_is_not_connected_yet(smollm2_path: Path) -> None:
+    group = Group(smollm2_path)
+    late, request_id = Identity(Role.TOKENIZER, "late"), secrets.token_bytes(16)
+    address = ipc_endpoint(group.run_dir, "late")
+    try:
+        group.scheduler.wait_until(lambda arrived: any(isinstance(item, Hello) for item in arrived) or None)
+        group.scheduler.tell_roster([Member(late.role, late.instance, late.epoch, address, State.READY)])
+        group.send(DecodeOpen(request_id, 0, late.routing_id, TextParams((), False, True, 0)))
+        row = (pack_int32([0]), pack_int32([0]), pack_int32([1]), pack_int32([216]))
+        group.send(TokensProduced(request_id, *row, bytes([Finish.LENGTH]), pack_int32([0])))
+        group.scheduler.wait_until(lambda arrived: any(waiting_frames(item) == 2 for item in arrived) or None)
+        peer = Peer(late, group.run_dir, "late")
+        peer.start()
+        group.tokenizers.append(peer)
+        kinds = peer.wait_until(lambda arrived: [type(item) for item in arrived] if len(arrived) > 1 else None)
+        assert kinds == [TextChunks, HopReport]
+    finally:
+        group.close()
+
+
+def waiting_frames(message: object) -> float | None:
+    """What a heartbeat says of the frames that wait for tokenizers."""
+    if not isinstance(message, Heartbeat):
+        return None
+    named = [value for key, value in message.metrics.items() if "outbox_frames" in key and key.endswith("tokenizer")]
+    return named[0] if named else None
 
 
 def test_turns_and_links_are_told_in_heartbeats(group: Group) -> None:
