@@ -1,6 +1,7 @@
 """What a worker's step costs beyond the forward pass, and what it would cost without the wishes that nobody has.
 
-    python -m bench.step_cost [MODEL] [--rows 1 16 32] [--context 300] [--rounds 40] [--threads N] [--out FILE]
+    python -m bench.step_cost [MODEL] [--rows 1 16 32] [--context 300] [--rounds 40] [--threads N]
+        [--numerics fast] [--out FILE]
 
 Rows decode on a real model, once greedily and once with temperature 0.7, top_p 0.9 and seeds. Each round runs three
 things in turn: a whole step as the worker runs it, from the plan to the result; the same step with a table of rows that
@@ -27,13 +28,14 @@ from services.gpu_worker.host_limits import keep_freed_memory, num_cores
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.prepared_step import Spans
+from services.gpu_worker.products.forms import CpuForms
 from services.gpu_worker.row_lines import Picks
 from services.gpu_worker.sampler import sample
 from services.gpu_worker.step_inputs import StepInputs
 from services.gpu_worker.step_launcher import StepLauncher
 from services.gpu_worker.step_work import RowOptions, StepMasks, StepOutput, StepWork
 from services.gpu_worker.uploads import upload_together
-from services.gpu_worker.weights import LoadedModel, load_model
+from services.gpu_worker.weights import RunnableModel, load_laid_out
 from services.gpu_worker.worker_state import WorkerState
 from services.launcher.models import resolve_model
 from services.model_files.source import open_model
@@ -95,7 +97,7 @@ class Times:
 class DecodingRows:
     """Rows of a worker that decode on and on."""
 
-    def __init__(self, model: LoadedModel, num_rows: int, context: int, num_steps: int, sampling: str) -> None:
+    def __init__(self, model: RunnableModel, num_rows: int, context: int, num_steps: int, sampling: str) -> None:
         config = model.config
         num_pages = num_rows * -(-(context + num_steps) // _PAGE_SIZE)
         shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, _PAGE_SIZE, torch.float32)
@@ -167,6 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--threads", type=int, default=num_cores())
+    parser.add_argument("--numerics", choices=("exact", "fast"), default=Settings().numerics)
     parser.add_argument("--out", type=Path, default=None, help="write the numbers as JSON")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -174,7 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     source = provenance()
     for key, value in source.items():
         print(f"{key}: {value}")
-    model = load_model(open_model(resolve_model(options.model, Settings()).path), _CPU)
+    forms = CpuForms(options.numerics == "exact")
+    model = load_laid_out(open_model(resolve_model(options.model, Settings()).path), forms)
+    print(f"numerics {options.numerics}: {forms.description}; {options.threads} threads")
     results: dict[str, dict[str, float]] = {}
     print("\n| rows, sampling | step ms | without wishes ms | forward ms | step / without | step / forward |")
     print("|---|--:|--:|--:|--:|--:|")
@@ -193,7 +198,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "forward_ms": round(forward, 3),
             }
     if options.out is not None:
-        report = source | {"context": options.context, "threads": options.threads, "milliseconds": results}
+        report = source | {
+            "context": options.context,
+            "threads": options.threads,
+            "products": forms.description,
+            "milliseconds": results,
+        }
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

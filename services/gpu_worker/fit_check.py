@@ -22,8 +22,15 @@ from services.gpu_worker.memory import MemoryState, pool_size
 from services.gpu_worker.models.checkpoint_layout import allocate_weights, placements
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.models.parse_config import parse_model_config
-from services.gpu_worker.start_up import DTYPES, choose_context, choose_device, token_budget
-from services.gpu_worker.weights import check_model, default_dtype
+from services.gpu_worker.start_up import (
+    choose_context,
+    choose_device,
+    choose_dtype,
+    forms_of,
+    is_laid_out,
+    token_budget,
+)
+from services.gpu_worker.weights import check_model, default_dtype, grid_names, laid_out_bytes
 from services.model_files.errors import ModelFileError
 from services.model_files.source import open_model
 from services.runtime.config import Settings, SettingsError, load_settings
@@ -87,8 +94,14 @@ def fit(settings: Settings, device: torch.device, host: Machine, is_config_only:
     except StartError as error:
         remedy = f"set --max-model-len {config.max_position_embeddings} or less, or leave it out"
         return Fit(problem=str(error), remedy=remedy)
-    dtype = DTYPES.get(settings.dtype) or default_dtype(config, device)
+    try:
+        dtype = choose_dtype(settings) or default_dtype(config, device)
+    except StartError as error:
+        return Fit(problem=str(error), remedy="leave --dtype out, or set --numerics fast")
     sizes = _sizes(settings, config, dtype, device, context)
+    if is_laid_out(settings, device):
+        on_grid = frozenset() if is_config_only else grid_names(files)
+        sizes = dataclasses.replace(sizes, weight_bytes=laid_out_bytes(config, forms_of(settings), on_grid))
     memory = MemoryState(
         total=host.total_bytes,
         available=max(0, host.available_bytes - sizes.weight_bytes),

@@ -12,8 +12,10 @@ from torch import Tensor
 from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.kv_cache import KvCache
 from services.gpu_worker.models.config import ModelConfig
-from services.gpu_worker.models.decoder import decoder_layers, final_norm, head_logits
+from services.gpu_worker.models.decoder import Decoder
 from services.gpu_worker.models.layer_weights import DecoderWeights
+from services.gpu_worker.models.operators import Operators, PlainOperators
+from services.gpu_worker.models.projection import Projection
 from services.gpu_worker.step_inputs import StepInputs
 
 
@@ -21,7 +23,12 @@ class ModelRunner:
     """Runs steps. Cheap to make: measuring may use one with an empty pool before the real pool is allocated."""
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, kv_cache: KvCache, attention: AttentionBackend
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights[Projection],
+        kv_cache: KvCache,
+        attention: AttentionBackend,
+        operators: Operators | None = None,
     ) -> None:
         """Binds the parts together.
 
@@ -30,10 +37,11 @@ class ModelRunner:
             weights: its weights, on the device of the pool.
             kv_cache: the pool that the step's pages live in.
             attention: how attention is computed.
+            operators: how the operators between products and attention are; None: the plain way.
         """
         self.config = config
         self.kv_cache = kv_cache
-        self._weights = weights
+        self._decoder = Decoder(config, weights, operators or PlainOperators())
         self._attention = attention
 
     @torch.inference_mode()
@@ -44,17 +52,17 @@ class ModelRunner:
             [num_tokens, hidden_size] in the model's dtype, before the final norm.
         """
         attention = self._attention.begin_step(inputs, self.kv_cache)
-        return decoder_layers(self.config, self._weights, inputs, attention)
+        return self._decoder.layers(inputs, attention)
 
     @torch.inference_mode()
     def normed(self, hidden: Tensor, indices: Tensor) -> Tensor:
         """Hidden states of some tokens ([n] int64) after the final norm: [n, hidden_size]."""
-        return final_norm(self.config, self._weights, hidden, indices)
+        return self._decoder.final_norm(hidden, indices)
 
     @torch.inference_mode()
     def logits(self, normed: Tensor) -> Tensor:
         """[n, vocab_size] float32 from [n, hidden_size]; the caller may change them."""
-        return head_logits(self._weights, normed)
+        return self._decoder.logits(normed)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """A whole pass: [num_sampling_rows, vocab_size] float32, the logits at `inputs.sample_indices`."""

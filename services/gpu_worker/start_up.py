@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -26,9 +27,10 @@ from services.gpu_worker.load_progress import LoadProgress
 from services.gpu_worker.memory import MemoryState, measure_memory, pool_size
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.models.config import ModelConfig
+from services.gpu_worker.products.forms import CpuForms
 from services.gpu_worker.step_launcher import StepLauncher
 from services.gpu_worker.warm_up import WarmUp, warm_up
-from services.gpu_worker.weights import LoadedModel, load_model
+from services.gpu_worker.weights import RunnableModel, load_laid_out, load_model
 from services.gpu_worker.worker_state import WorkerState
 from services.model_files.errors import ModelFileError
 from services.model_files.source import open_model
@@ -69,17 +71,18 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     set_up_threads(settings)
     keep_freed_memory()
     model = _load(settings, device, pump)
-    max_model_len = choose_context(settings, model.config)
-    attention = _attention(settings, device, model)
-    config, dtype = model.config, model.weights.embedding.dtype
+    config, weights = model.config, model.weights
+    max_model_len = choose_context(settings, config)
+    dtype = weights.embedding.dtype
+    attention = _attention(settings, device, dtype)
     shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, dtype)
-    bare = ModelRunner(config, model.weights, KvCache(shape, 0, device), attention)
+    bare = ModelRunner(config, weights, KvCache(shape, 0, device), attention)
     measured = warm_up(bare, pump, max(0, settings.chunked_prefill_size))
     logger.info(
         "warm-up: %d tokens in %.0f ms (%.0f tokens/s), one token in %.1f ms",
         measured.chunk_tokens, 1000 * measured.chunk_s, measured.tokens_per_s, 1000 * measured.decode_s,
     )  # fmt: skip
-    memory = _measure(settings, bare, measured, max_model_len, model.report.num_bytes_placed)
+    memory = _measure(settings, bare, measured, max_model_len, weights.num_bytes)
     pump()
     pool = pool_size(memory, shape, settings, max_model_len)
     for line in pool.lines:
@@ -103,7 +106,7 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
         chunk_tokens=measured.chunk_tokens,
         chunk_ms=1000 * measured.chunk_s,
     )
-    launcher = StepLauncher(ModelRunner(config, model.weights, kv_cache, attention), state)
+    launcher = StepLauncher(ModelRunner(config, weights, kv_cache, attention), state)
     return ReadyWorker(launcher, state, grammars, card, shape.bytes_per_page // shape.page_size, kv_cache.num_bytes)
 
 
@@ -141,35 +144,62 @@ def token_budget(settings: Settings, chunk_tokens: int, max_model_len: int) -> i
     return settings.max_num_batched_tokens or chunk + settings.max_running_requests
 
 
-def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) -> LoadedModel:
+def choose_dtype(settings: Settings) -> torch.dtype | None:
+    """What weights and activations are in; None: the device's own default. StartError when the settings disagree."""
+    dtype = DTYPES.get(settings.dtype)
+    if settings.numerics != "exact":
+        return dtype
+    if dtype not in (None, torch.float32):
+        raise StartError(f"--numerics exact computes in float32: --dtype {settings.dtype} goes with --numerics fast")
+    return torch.float32
+
+
+def is_laid_out(settings: Settings, device: torch.device) -> bool:
+    """Whether matrices are kept in forms of this machine's own: on a CPU, unless half precision was asked for."""
+    return device.type == "cpu" and choose_dtype(settings) in (None, torch.float32)
+
+
+def forms_of(settings: Settings, pump: Callable[[], None] = lambda: None) -> CpuForms:
+    """What becomes of matrices that are laid out."""
+    return CpuForms(settings.numerics == "exact", int(settings.cpu_copies_gb * 1e9), pump)
+
+
+def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) -> RunnableModel:
+    dtype, forms = choose_dtype(settings), forms_of(settings, pump)
     try:
         files = open_model(settings.model)
         with LoadProgress(files.path.name, pump) as progress:
-            model = load_model(files, device, DTYPES.get(settings.dtype), progress)
+            if is_laid_out(settings, device):
+                model = load_laid_out(files, forms, progress)
+            else:
+                plain = load_model(files, device, dtype, progress)
+                model = RunnableModel(plain.config, plain.weights, plain.report)
     except ModelFileError as error:
         raise StartError(str(error)) from error
     except torch.OutOfMemoryError as error:
         raise StartError(f"{settings.model}: the weights do not fit on {_name(device)}") from error
+    _log_load(files.path, model, device)
+    if is_laid_out(settings, device):
+        logger.info("numerics %s: %s", settings.numerics, forms.description)
+    return model
+
+
+def _log_load(path: Path, model: RunnableModel, device: torch.device) -> None:
     config, report, dtype = model.config, model.report, model.weights.embedding.dtype
-    num_weights = report.num_bytes_placed / dtype.itemsize
     logger.info(
-        "model %s: %s, %.1f M weights as %s on %s", files.path.name, config.model_type, num_weights / 1e6,
+        "model %s: %s, %.1f M weights, %.1f MB in memory, activations in %s on %s", path.name, config.model_type,
+        report.num_bytes_placed / dtype.itemsize / 1e6, model.weights.num_bytes / 1e6,
         str(dtype).removeprefix("torch."), _name(device),
     )  # fmt: skip
     logger.info(
         "weights from %s: %.1f MB in %.2f s (disk to memory %.2f GB/s, decoding %.2f s, memory to device %.2f GB/s)",
-        files.path, report.num_bytes_read / 1e6, report.total_s, report.disk_gb_per_s, report.decode_s,
+        path, report.num_bytes_read / 1e6, report.total_s, report.disk_gb_per_s, report.decode_s,
         report.device_gb_per_s,
     )  # fmt: skip
-    return model
 
 
-def _attention(settings: Settings, device: torch.device, model: LoadedModel) -> AttentionBackend:
-    attention = (
-        ReferenceAttention()
-        if settings.attention_backend == "reference"
-        else attention_for(device, model.weights.embedding.dtype)
-    )
+def _attention(settings: Settings, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    attention = ReferenceAttention() if settings.attention_backend == "reference" else attention_for(device, dtype)
     logger.info("attention: %s, %d CPU threads", type(attention).__name__, torch.get_num_threads())
     return attention
 

@@ -6,17 +6,28 @@ before any data is read, so that a wrong file is refused at once. Only JSON, saf
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from services.gpu_worker.models.checkpoint_layout import Placement, allocate_weights, placements
+from services.gpu_worker.four_bit_grid import FourBitGrid, stacked
+from services.gpu_worker.models.checkpoint_layout import (
+    Placement,
+    allocate_layer,
+    allocate_outside,
+    allocate_weights,
+    layer_placements,
+    outside_placements,
+    placements,
+)
 from services.gpu_worker.models.config import ModelConfig
-from services.gpu_worker.models.layer_weights import DecoderWeights
+from services.gpu_worker.models.layer_weights import DecoderWeights, LayerWeights
 from services.gpu_worker.models.parse_config import parse_model_config
+from services.gpu_worker.models.projection import DenseProjection, Projection
 from services.gpu_worker.models.registry import FAMILIES
 from services.gpu_worker.weight_sources.safetensors_files import SafetensorsFiles
 from services.gpu_worker.weight_sources.source import LoadMeter, WeightSource
@@ -57,11 +68,34 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to run."""
+    """A model as plain matrices, the reference of all other forms."""
 
     config: ModelConfig
-    weights: DecoderWeights
+    weights: DecoderWeights[DenseProjection]
     report: LoadReport
+
+
+@dataclass(frozen=True, slots=True)
+class RunnableModel:
+    """A model in whatever form runs."""
+
+    config: ModelConfig
+    weights: DecoderWeights[Projection]
+    report: LoadReport
+
+
+class Forms(Protocol):
+    """Decides in what form each matrix is kept."""
+
+    @property
+    def reads_grids(self) -> bool:
+        """Whether matrices on a 4-bit grid are of use as such."""
+
+    def expect(self, num_weights: int, has_grid: bool) -> int:
+        """Bytes that a matrix of so many weights will take at most; asked for one matrix after another."""
+
+    def lay_out(self, dense: DenseProjection, grid: FourBitGrid | None) -> Projection:
+        """The projection that runs; `grid` is where the file holds the matrix on one. May keep `dense`."""
 
 
 def load_model(
@@ -70,7 +104,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     progress: Callable[[int, int], None] = lambda num_bytes, num_bytes_total: None,
 ) -> LoadedModel:
-    """Loads a model.
+    """Loads a model as plain matrices.
 
     Args:
         files: the model on disk.
@@ -83,28 +117,131 @@ def load_model(
         ModelFileError: the configuration is not supported; a tensor is missing, left over, misshapen or holds a value
             that is not finite; a file is missing, damaged or truncated. Names the file and the field or tensor.
     """
-    started = perf_counter()
-    config = parse_model_config(files)
-    dtype = dtype or default_dtype(config, device)
-    source = _open_source(files, config)
-    _check_tensors(source, config)
-    wanted = [source.tensors[item.name] for item in _expected(config)]
-    meter = LoadMeter(sum(tensor.num_bytes for tensor in wanted), progress)
-    weights = allocate_weights(config, dtype, device)
+    reader = _Reader(files, progress)
+    config = reader.config
+    weights = allocate_weights(config, dtype or default_dtype(config, device), device)
     with torch.inference_mode():
         for item in placements(config, weights):
-            source.load(item.name, item.target, meter)
-            if not _is_finite(item.target):
-                raise source.tensors[item.name].error(f"holds a value that is not finite in {_name(dtype)}")
-    report = LoadReport(
-        num_bytes_read=meter.num_bytes_read,
-        disk_s=meter.disk_s,
-        decode_s=meter.decode_s,
-        num_bytes_placed=meter.num_bytes_placed,
-        place_s=meter.place_s,
-        total_s=perf_counter() - started,
-    )
-    return LoadedModel(config, weights, report)
+            reader.load(item)
+    return LoadedModel(config, weights, reader.report())
+
+
+def load_laid_out(
+    files: ModelFiles, forms: Forms, progress: Callable[[int, int], None] = lambda num_bytes, num_bytes_total: None
+) -> RunnableModel:
+    """Loads a model for the CPU in float32, each matrix in the form in which it runs.
+
+    Layer by layer: beside what is kept, no more than one layer's plain matrices (and those outside of layers) are in
+    memory at a time.
+
+    Args:
+        files: the model on disk.
+        forms: what becomes of each matrix.
+        progress: see `load_model`.
+
+    Raises:
+        ModelFileError: see `load_model`.
+    """
+    reader = _Reader(files, progress)
+    config, place = reader.config, (torch.float32, torch.device("cpu"))
+    outside = allocate_outside(config, *place)
+    with torch.inference_mode():
+        for item in outside_placements(config, outside):
+            reader.load(item)
+        head = forms.lay_out(outside.head, None)
+        layers = []
+        for index in range(config.num_layers):
+            layer = allocate_layer(config, *place)
+            layers.append(_laid_out(reader, layer, list(layer_placements(config, layer, index)), forms))
+    weights = DecoderWeights(outside.embedding, tuple(layers), outside.final_norm, head, outside.rotary_frequencies)
+    return RunnableModel(config, weights, reader.report())
+
+
+def grid_names(files: ModelFiles) -> frozenset[str]:
+    """The tensors that a model's files hold on a 4-bit grid, by checkpoint name. Raises ModelFileError."""
+    source = _open_source(files, parse_model_config(files))
+    return frozenset(name for name in source.tensors if source.has_grid(name))
+
+
+def laid_out_bytes(config: ModelConfig, forms: Forms, on_grid: Set[str] = frozenset()) -> int:
+    """About what a model takes in memory once `load_laid_out` has loaded it; `on_grid`: see `grid_names`."""
+    meta = (torch.float32, torch.device("meta"))
+    outside = allocate_outside(config, *meta)
+    num_bytes = outside.embedding.nbytes + forms.expect(outside.head.weight.numel(), False)
+    for index in range(config.num_layers):
+        layer = allocate_layer(config, *meta)
+        for item in layer_placements(config, layer, index):
+            if item.target.dim() == 2:
+                num_bytes += forms.expect(item.target.numel(), forms.reads_grids and item.name in on_grid)
+            else:
+                num_bytes += item.target.nbytes
+    return num_bytes + outside.final_norm.nbytes
+
+
+class _Reader:
+    """Reads the tensors of one model, and knows how that went."""
+
+    def __init__(self, files: ModelFiles, progress: Callable[[int, int], None]) -> None:
+        """Reads the configuration and the headers, and compares them; see `load_model`."""
+        self._started = perf_counter()
+        self.config = parse_model_config(files)
+        self._source = _open_source(files, self.config)
+        _check_tensors(self._source, self.config)
+        wanted = [self._source.tensors[item.name] for item in _expected(self.config)]
+        self._meter = LoadMeter(sum(tensor.num_bytes for tensor in wanted), progress)
+
+    def load(self, item: Placement) -> None:
+        """Fills a tensor's place."""
+        self._source.load(item.name, item.target, self._meter)
+        self._require_finite(item)
+
+    def load_grid(self, item: Placement) -> FourBitGrid | None:
+        """Likewise; the grid, where the file holds the tensor on one."""
+        grid = self._source.load_grid(item.name, item.target, self._meter)
+        if grid is None:
+            self.load(item)
+        else:
+            self._require_finite(item)
+        return grid
+
+    def _require_finite(self, item: Placement) -> None:
+        if not _is_finite(item.target):
+            problem = f"holds a value that is not finite in {_name(item.target.dtype)}"
+            raise self._source.tensors[item.name].error(problem)
+
+    def report(self) -> LoadReport:
+        """How it went so far."""
+        return LoadReport(
+            num_bytes_read=self._meter.num_bytes_read,
+            disk_s=self._meter.disk_s,
+            decode_s=self._meter.decode_s,
+            num_bytes_placed=self._meter.num_bytes_placed,
+            place_s=self._meter.place_s,
+            total_s=perf_counter() - self._started,
+        )
+
+
+def _laid_out(
+    reader: _Reader, layer: LayerWeights[DenseProjection], items: list[Placement], forms: Forms
+) -> LayerWeights[Projection]:
+    grids: list[FourBitGrid | None] = []
+    for item in items:
+        if forms.reads_grids:
+            grids.append(reader.load_grid(item))
+        else:
+            reader.load(item)
+            grids.append(None)
+
+    def laid_out(dense: DenseProjection) -> Projection:
+        # The parts of a fused matrix are views of it, in the order of its rows.
+        memory = dense.weight.untyped_storage().data_ptr()
+        parts = [
+            grid for item, grid in zip(items, grids, strict=True) if item.target.untyped_storage().data_ptr() == memory
+        ]
+        known = [part for part in parts if part is not None]
+        return forms.lay_out(dense, stacked(known) if len(known) == len(parts) else None)
+
+    return layer.with_projections(laid_out)
 
 
 def check_model(files: ModelFiles) -> ModelConfig:

@@ -53,6 +53,9 @@ class Settings:
     device: str = setting("auto", "where the model runs", ("auto", "cpu", "cuda"))
     dtype: str = setting("auto", "weights and activations; auto: float32 on cpu, the checkpoint's on cuda",
                          ("auto", "float32", "bfloat16", "float16"))  # fmt: skip
+    numerics: str = setting("fast", "exact: float32, the same tokens alone and in a batch; fast: what runs fastest",
+                            ("exact", "fast"))  # fmt: skip
+    cpu_copies_gb: float = setting(4.0, "most memory for second forms of 4-bit matrices, for many rows, on a CPU")
     max_model_len: int = setting(0, "most tokens of prompt + answer (0: the model's context)")
     chat_template: str = setting("", "file with a chat template that replaces the model's own")
     tool_call_parser: str = setting("auto", "how the model writes tool calls; auto: as its chat template says",
@@ -214,6 +217,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("grammar_timeout_s", 0.05, 3600),
     ("grammar_memory_mb", 64, 2**20),
     ("num_threads", 0, 1024),
+    ("cpu_copies_gb", 0.0, 4096.0),
 )
 
 

@@ -51,7 +51,7 @@ def tied(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli
         client = Client(server)
         yield client
         client.wait_idle()
-        assert "weights as float32" in server.log()
+        assert "activations in float32" in server.log()
 
 
 def test_wgt_01_wgt_09_a_tied_model_without_a_head_has_its_text(tied: Client) -> None:

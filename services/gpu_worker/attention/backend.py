@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from services.gpu_worker.kv_cache import KvCache
+from services.gpu_worker.models.rotary import rotate
 from services.gpu_worker.step_inputs import StepInputs
 
 
@@ -19,6 +20,19 @@ class StepAttention(Protocol):
 
     def write_kv(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Stores the new tokens' keys and values ([num_tokens, num_kv_heads, head_dim] each) in their slots."""
+
+    def write_rotated(self, layer: int, heads: Tensor, values: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """Turns the new tokens' queries and keys by their positions and stores keys and values.
+
+        Args:
+            layer: whose pool to write to.
+            heads: [num_tokens, num_heads + num_kv_heads, head_dim], queries, then keys, not rotated yet; may be a view.
+            values: [num_tokens, num_kv_heads, head_dim]; likewise.
+            cos_sin: of the new tokens' positions, see `rotary_cos_sin`.
+
+        Returns:
+            The rotated queries, [num_tokens, num_heads, head_dim].
+        """
 
     def attend(self, layer: int, queries: Tensor, window: int | None) -> Tensor:
         """Causal attention of every new token over its row's tokens up to itself.
@@ -31,6 +45,16 @@ class StepAttention(Protocol):
         Returns:
             [num_tokens, num_heads, head_dim], in the dtype of the queries. A token's result depends on its row only.
         """
+
+
+def rotate_then_write(
+    step: StepAttention, layer: int, heads: Tensor, values: Tensor, cos_sin: tuple[Tensor, Tensor]
+) -> Tensor:
+    """`StepAttention.write_rotated` the plain way, one thing after the other."""
+    rotated = rotate(heads, *cos_sin)  # [num_tokens, num_heads + num_kv_heads, head_dim]
+    num_heads = heads.shape[1] - values.shape[1]
+    step.write_kv(layer, rotated[:, num_heads:], values)
+    return rotated[:, :num_heads]
 
 
 class AttentionBackend(Protocol):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.gpu_worker.attention.backend import rotate_then_write
 from services.gpu_worker.attention.row_span import RowSpan, additive_mask, attend_span, row_spans
 from services.gpu_worker.attention.sparse_decode import SparseDecode, has_sparse_products
 from services.gpu_worker.kv_cache import KvCache
@@ -44,6 +45,10 @@ class PagedCpuStep:
     def write_kv(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """See `StepAttention.write_kv`."""
         self._kv_cache.write(layer, self._inputs.slot_mapping, keys, values)
+
+    def write_rotated(self, layer: int, heads: Tensor, values: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """See `StepAttention.write_rotated`."""
+        return rotate_then_write(self, layer, heads, values, cos_sin)
 
     def attend(self, layer: int, queries: Tensor, window: int | None) -> Tensor:
         """See `StepAttention.attend`."""

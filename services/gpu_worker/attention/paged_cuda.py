@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from services.gpu_worker.attention.backend import rotate_then_write
 from services.gpu_worker.attention.row_span import RowSpan, additive_mask, attend_span, row_spans
 from services.gpu_worker.kv_cache import KvCache
 from services.gpu_worker.step_inputs import StepInputs
@@ -48,6 +49,10 @@ class PagedCudaStep:
     def write_kv(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """See `StepAttention.write_kv`."""
         self._kv_cache.write(layer, self._inputs.slot_mapping, keys, values)
+
+    def write_rotated(self, layer: int, heads: Tensor, values: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """See `StepAttention.write_rotated`."""
+        return rotate_then_write(self, layer, heads, values, cos_sin)
 
     def attend(self, layer: int, queries: Tensor, window: int | None) -> Tensor:
         """See `StepAttention.attend`."""

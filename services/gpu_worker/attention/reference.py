@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from services.gpu_worker.attention.backend import rotate_then_write
 from services.gpu_worker.kv_cache import KvCache
 from services.gpu_worker.step_inputs import StepInputs
 
@@ -32,6 +33,10 @@ class ReferenceStep:
         """See `StepAttention.write_kv`."""
         self._kv_cache.key_slots(layer)[self._inputs.slot_mapping] = keys
         self._kv_cache.value_slots(layer)[self._inputs.slot_mapping] = values
+
+    def write_rotated(self, layer: int, heads: Tensor, values: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """See `StepAttention.write_rotated`."""
+        return rotate_then_write(self, layer, heads, values, cos_sin)
 
     def attend(self, layer: int, queries: Tensor, window: int | None) -> Tensor:
         """See `StepAttention.attend`."""

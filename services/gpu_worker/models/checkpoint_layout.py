@@ -7,13 +7,14 @@ be checked before any of its data is read: lay the model out on the `meta` devic
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.models.layer_weights import DecoderWeights, LayerWeights
+from services.gpu_worker.models.projection import DenseProjection
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Placement:
     target: Tensor
 
 
-def allocate_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
+def allocate_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderWeights[DenseProjection]:
     """The weights of a model, not yet filled, beside the constants that follow from its configuration.
 
     Args:
@@ -32,65 +33,77 @@ def allocate_weights(config: ModelConfig, dtype: torch.dtype, device: torch.devi
         dtype: of all weights.
         device: where they live; `meta` costs nothing.
     """
+    outside = allocate_outside(config, dtype, device)
+    return replace(outside, layers=tuple(allocate_layer(config, dtype, device) for _ in range(config.num_layers)))
+
+
+def allocate_outside(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderWeights[DenseProjection]:
+    """What is no layer's: a model without layers; see `allocate_weights`."""
+    vocabulary = (config.vocab_size, config.hidden_size)
+    embedding = torch.empty(vocabulary, dtype=dtype, device=device)
+    head = embedding if config.tie_word_embeddings else torch.empty(vocabulary, dtype=dtype, device=device)
+    frequencies = torch.tensor(config.rotary.inverse_frequencies, dtype=torch.float32, device=device)
+    final_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+    return DecoderWeights(embedding, (), final_norm, DenseProjection(head), frequencies)
+
+
+def allocate_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LayerWeights[DenseProjection]:
+    """One layer; see `allocate_weights`."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def empty_if(wanted: bool, *shape: int) -> Tensor | None:
-        return empty(*shape) if wanted else None
+    def projection(rows: int, columns: int, has_bias: bool) -> DenseProjection:
+        return DenseProjection(empty(rows, columns), empty(rows) if has_bias else None)
 
     hidden, middle = config.hidden_size, config.intermediate_size
     query, qkv = _query_width(config), _query_width(config) + 2 * _kv_width(config)
-    layers = tuple(
-        LayerWeights(
-            input_norm=empty(hidden),
-            qkv=empty(qkv, hidden),
-            qkv_bias=empty_if(config.qkv_bias, qkv),
-            query_norm=empty_if(config.has_qk_norm, config.head_dim),
-            key_norm=empty_if(config.has_qk_norm, config.head_dim),
-            output=empty(hidden, query),
-            output_bias=empty_if(config.output_bias, hidden),
-            mlp_norm=empty(hidden),
-            gate_up=empty(2 * middle, hidden),
-            gate_up_bias=empty_if(config.mlp_bias, 2 * middle),
-            down=empty(hidden, middle),
-            down_bias=empty_if(config.mlp_bias, hidden),
-        )
-        for _ in range(config.num_layers)
+    return LayerWeights(
+        input_norm=empty(hidden),
+        qkv=projection(qkv, hidden, config.qkv_bias),
+        query_norm=empty(config.head_dim) if config.has_qk_norm else None,
+        key_norm=empty(config.head_dim) if config.has_qk_norm else None,
+        output=projection(hidden, query, config.output_bias),
+        mlp_norm=empty(hidden),
+        gate_up=projection(2 * middle, hidden, config.mlp_bias),
+        down=projection(hidden, middle, config.mlp_bias),
     )
-    embedding = empty(config.vocab_size, hidden)
-    head = embedding if config.tie_word_embeddings else empty(config.vocab_size, hidden)
-    frequencies = torch.tensor(config.rotary.inverse_frequencies, dtype=torch.float32, device=device)
-    return DecoderWeights(embedding, layers, empty(hidden), head, frequencies)
 
 
-def placements(config: ModelConfig, weights: DecoderWeights) -> Iterator[Placement]:
-    """Every tensor that the checkpoint must hold, once, in the order of a forward pass."""
-    yield Placement("model.embed_tokens.weight", weights.embedding)
+def placements(config: ModelConfig, weights: DecoderWeights[DenseProjection]) -> Iterator[Placement]:
+    """Every tensor that the checkpoint must hold, once."""
+    yield from outside_placements(config, weights)
     for index, layer in enumerate(weights.layers):
-        yield from _layer_placements(config, layer, f"model.layers.{index}")
+        yield from layer_placements(config, layer, index)
+
+
+def outside_placements(config: ModelConfig, weights: DecoderWeights[DenseProjection]) -> Iterator[Placement]:
+    """Those that are no layer's."""
+    yield Placement("model.embed_tokens.weight", weights.embedding)
     yield Placement("model.norm.weight", weights.final_norm)
     if not config.tie_word_embeddings:
-        yield Placement("lm_head.weight", weights.head)
+        yield Placement("lm_head.weight", weights.head.weight)
 
 
-def _layer_placements(config: ModelConfig, layer: LayerWeights, prefix: str) -> Iterator[Placement]:
+def layer_placements(config: ModelConfig, layer: LayerWeights[DenseProjection], index: int) -> Iterator[Placement]:
+    """Those of a layer, by its number."""
+    prefix = f"model.layers.{index}"
     query, kv, middle = _query_width(config), _kv_width(config), config.intermediate_size
     qkv_parts = (("q_proj", query), ("k_proj", kv), ("v_proj", kv))
     gate_up_parts = (("gate_proj", middle), ("up_proj", middle))
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     yield Placement(f"{prefix}.input_layernorm.weight", layer.input_norm)
-    yield from _fused(attention, "weight", qkv_parts, layer.qkv)
-    yield from _fused(attention, "bias", qkv_parts, layer.qkv_bias)
+    yield from _fused(attention, "weight", qkv_parts, layer.qkv.weight)
+    yield from _fused(attention, "bias", qkv_parts, layer.qkv.bias)
     yield from _optional(f"{attention}.q_norm.weight", layer.query_norm)
     yield from _optional(f"{attention}.k_norm.weight", layer.key_norm)
-    yield Placement(f"{attention}.o_proj.weight", layer.output)
-    yield from _optional(f"{attention}.o_proj.bias", layer.output_bias)
+    yield Placement(f"{attention}.o_proj.weight", layer.output.weight)
+    yield from _optional(f"{attention}.o_proj.bias", layer.output.bias)
     yield Placement(f"{prefix}.post_attention_layernorm.weight", layer.mlp_norm)
-    yield from _fused(mlp, "weight", gate_up_parts, layer.gate_up)
-    yield from _fused(mlp, "bias", gate_up_parts, layer.gate_up_bias)
-    yield Placement(f"{mlp}.down_proj.weight", layer.down)
-    yield from _optional(f"{mlp}.down_proj.bias", layer.down_bias)
+    yield from _fused(mlp, "weight", gate_up_parts, layer.gate_up.weight)
+    yield from _fused(mlp, "bias", gate_up_parts, layer.gate_up.bias)
+    yield Placement(f"{mlp}.down_proj.weight", layer.down.weight)
+    yield from _optional(f"{mlp}.down_proj.bias", layer.down.bias)
 
 
 def _fused(prefix: str, kind: str, parts: tuple[tuple[str, int], ...], whole: Tensor | None) -> Iterator[Placement]:

@@ -6,64 +6,72 @@ apart from the layers, because few tokens need them: those that sample, and the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from services.gpu_worker.attention.backend import StepAttention
-from services.gpu_worker.models.blocks import feed_forward, rms_norm
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.models.layer_weights import DecoderWeights
+from services.gpu_worker.models.operators import Operators
+from services.gpu_worker.models.projection import Projection
 from services.gpu_worker.models.registry import FAMILIES
 from services.gpu_worker.models.rotary import rotary_cos_sin
 from services.gpu_worker.step_inputs import StepInputs
 
 
-def decoder_layers(
-    config: ModelConfig, weights: DecoderWeights, inputs: StepInputs, attention: StepAttention
-) -> Tensor:
-    """Runs the new tokens of a step through the layers; their keys and values are stored on the way.
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A model and how its small operators are computed.
 
-    Args:
+    Attributes:
         config: the model.
         weights: its weights.
-        inputs: what to compute.
-        attention: attention of this very step.
-
-    Returns:
-        [num_tokens, hidden_size], before the final norm.
+        operators: see `Operators`.
     """
-    hidden = functional.embedding(inputs.input_ids, weights.embedding)  # [num_tokens, hidden_size]
-    cos_sin = rotary_cos_sin(weights.rotary_frequencies, config.rotary.attention_scale, inputs.positions, hidden.dtype)
-    project_qkv = FAMILIES[config.model_type].project_qkv
-    for index, layer in enumerate(weights.layers):
-        x = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-        queries, keys, values = project_qkv(
-            x, layer, config, cos_sin
-        )  # [num_tokens, num_heads | num_kv_heads, head_dim]
-        attention.write_kv(index, keys, values)
-        attended = attention.attend(index, queries, config.windows[index])  # [num_tokens, num_heads, head_dim]
-        hidden = hidden + functional.linear(attended.flatten(1), layer.output, layer.output_bias)
-        x = rms_norm(hidden, layer.mlp_norm, config.rms_norm_eps)
-        hidden = hidden + feed_forward(x, layer)  # [num_tokens, hidden_size]
-    return hidden
 
+    config: ModelConfig
+    weights: DecoderWeights[Projection]
+    operators: Operators
 
-def final_norm(config: ModelConfig, weights: DecoderWeights, hidden: Tensor, indices: Tensor) -> Tensor:
-    """What the head reads, of some tokens.
+    def layers(self, inputs: StepInputs, attention: StepAttention) -> Tensor:
+        """Runs the new tokens of a step through the layers; their keys and values are stored on the way.
 
-    Args:
-        config: the model.
-        weights: its weights.
-        hidden: [num_tokens, hidden_size], see `decoder_layers`.
-        indices: [n] int64, which tokens.
+        Args:
+            inputs: what to compute.
+            attention: attention of this very step.
 
-    Returns:
-        [n, hidden_size], in the model's dtype.
-    """
-    return rms_norm(hidden.index_select(0, indices), weights.final_norm, config.rms_norm_eps)
+        Returns:
+            [num_tokens, hidden_size], before the final norm.
+        """
+        config, weights, operators = self.config, self.weights, self.operators
+        hidden = functional.embedding(inputs.input_ids, weights.embedding)  # [num_tokens, hidden_size]
+        scale = config.rotary.attention_scale
+        cos_sin = rotary_cos_sin(weights.rotary_frequencies, scale, inputs.positions, hidden.dtype)
+        project_qkv = FAMILIES[config.model_type].project_qkv
+        added: Tensor | None = None  # what the layer before adds to the sums
+        for index, layer in enumerate(weights.layers):
+            hidden, x = self._norm(hidden, added, layer.input_norm)
+            heads, values = project_qkv(x, layer, config, operators)
+            queries = attention.write_rotated(index, heads, values, cos_sin)  # [num_tokens, num_heads, head_dim]
+            attended = attention.attend(index, queries, config.windows[index])  # [num_tokens, num_heads, head_dim]
+            added = layer.output(attended.flatten(1))
+            hidden, x = self._norm(hidden, added, layer.mlp_norm)
+            added = layer.down(operators.gated(layer.gate_up(x)))  # [num_tokens, hidden_size]
+        return hidden if added is None else hidden + added
 
+    def _norm(self, hidden: Tensor, added: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        eps = self.config.rms_norm_eps
+        if added is None:
+            return hidden, self.operators.norm(hidden, weight, eps)
+        return self.operators.add_norm(hidden, added, weight, eps)
 
-def head_logits(weights: DecoderWeights, normed: Tensor) -> Tensor:
-    """The logits: [n, vocab_size] float32 from [n, hidden_size]; memory of their own."""
-    return functional.linear(normed, weights.head).to(torch.float32)
+    def final_norm(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        """What the head reads of some tokens ([n] int64): [n, hidden_size], in the model's dtype."""
+        return self.operators.norm(hidden.index_select(0, indices), self.weights.final_norm, self.config.rms_norm_eps)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[n, vocab_size] float32 from [n, hidden_size]; memory of their own."""
+        return self.weights.head(normed).to(torch.float32)

@@ -14,6 +14,8 @@ from torch import Tensor
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.models.config_fields import ConfigFields
 from services.gpu_worker.models.layer_weights import LayerWeights
+from services.gpu_worker.models.operators import Operators
+from services.gpu_worker.models.projection import Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +29,9 @@ class Biases:
 
 NO_BIASES = Biases(qkv=False, output=False, mlp=False)
 
-# (hidden [num_tokens, hidden_size], layer, config, (cos, sin)) -> queries [num_tokens, num_heads, head_dim], keys and
-# values [num_tokens, num_kv_heads, head_dim], positions rotated in.
-ProjectQkv = Callable[[Tensor, LayerWeights, ModelConfig, tuple[Tensor, Tensor]], tuple[Tensor, Tensor, Tensor]]
+# (hidden [num_tokens, hidden_size], layer, config, operators) -> queries and keys in one [num_tokens, num_heads +
+# num_kv_heads, head_dim], not rotated yet, and values [num_tokens, num_kv_heads, head_dim].
+ProjectQkv = Callable[[Tensor, LayerWeights[Projection], ModelConfig, Operators], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,62 +1,89 @@
 """gpu_worker: the weights of a dense decoder, as the models read them.
 
-Matrices that multiply the same input are kept as one: fewer, larger products.
+Matrices that multiply the same input are kept as one: fewer, larger products. A checkpoint is read into dense
+projections; what runs may hold others, made of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from services.gpu_worker.models.projection import DenseProjection, Projection
+
+P_co = TypeVar("P_co", bound=Projection, covariant=True)
+Q = TypeVar("Q", bound=Projection)
+
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
+class LayerWeights(Generic[P_co]):
     """One decoder layer; q = num_heads * head_dim, kv = num_kv_heads * head_dim. What a model lacks is None.
 
     Attributes:
         input_norm: [hidden_size].
         qkv: [q + kv + kv, hidden_size], rows of the query, key and value projections one after another.
-        qkv_bias: [q + kv + kv].
         query_norm: [head_dim].
         key_norm: [head_dim].
         output: [hidden_size, q].
-        output_bias: [hidden_size].
         mlp_norm: [hidden_size].
         gate_up: [2 * intermediate_size, hidden_size], gate rows, then up rows.
-        gate_up_bias: [2 * intermediate_size].
         down: [hidden_size, intermediate_size].
-        down_bias: [hidden_size].
     """
 
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: P_co
     query_norm: Tensor | None
     key_norm: Tensor | None
-    output: Tensor
-    output_bias: Tensor | None
+    output: P_co
     mlp_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate_up: P_co
+    down: P_co
+
+    def with_projections(self, change: Callable[[P_co], Q]) -> LayerWeights[Q]:
+        """The same layer with other projections, each made of the one that is there."""
+        return LayerWeights(
+            input_norm=self.input_norm,
+            qkv=change(self.qkv),
+            query_norm=self.query_norm,
+            key_norm=self.key_norm,
+            output=change(self.output),
+            mlp_norm=self.mlp_norm,
+            gate_up=change(self.gate_up),
+            down=change(self.down),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all of them."""
+        norms = (self.input_norm, self.query_norm, self.key_norm, self.mlp_norm)
+        projections = (self.qkv, self.output, self.gate_up, self.down)
+        return sum(norm.nbytes for norm in norms if norm is not None) + sum(each.num_bytes for each in projections)
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderWeights:
+class DecoderWeights(Generic[P_co]):
     """A whole model.
 
     Attributes:
         embedding: [vocab_size, hidden_size].
         layers: num_layers of them.
         final_norm: [hidden_size].
-        head: [vocab_size, hidden_size]; the very same tensor as `embedding` where the two are tied.
+        head: [vocab_size, hidden_size]; as loaded, of the very same tensor as `embedding` where the two are tied.
         rotary_frequencies: [head_dim / 2] float32, from the configuration, not from the checkpoint.
     """
 
     embedding: Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[LayerWeights[P_co], ...]
     final_norm: Tensor
-    head: Tensor
+    head: P_co
     rotary_frequencies: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all of them; a head that is the embedding is counted once."""
+        is_shared = isinstance(self.head, DenseProjection) and self.head.weight is self.embedding
+        outside = self.embedding.nbytes + self.final_norm.nbytes + (0 if is_shared else self.head.num_bytes)
+        return outside + sum(layer.num_bytes for layer in self.layers)

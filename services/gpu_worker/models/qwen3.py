@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from services.gpu_worker.models.blocks import rms_norm, split_qkv
+from services.gpu_worker.models.blocks import project_qkv
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.models.config_fields import ConfigFields
 from services.gpu_worker.models.family import Biases, Family
 from services.gpu_worker.models.layer_weights import LayerWeights
+from services.gpu_worker.models.operators import Operators
+from services.gpu_worker.models.projection import Projection
 from services.gpu_worker.models.qwen2 import read_qwen_windows
-from services.gpu_worker.models.rotary import rotate
 
 
 def _read_biases(fields: ConfigFields) -> Biases:
@@ -21,17 +23,15 @@ def _read_biases(fields: ConfigFields) -> Biases:
 
 
 def _project_qkv(
-    x: Tensor, layer: LayerWeights, config: ModelConfig, cos_sin: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, see `family.ProjectQkv`; the norm comes before the rotation."""
+    x: Tensor, layer: LayerWeights[Projection], config: ModelConfig, operators: Operators
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys, normalised head by head, and values: see `family.ProjectQkv`."""
     assert layer.query_norm is not None
     assert layer.key_norm is not None
-    heads, values = split_qkv(x, layer, config)
-    queries = rms_norm(
-        heads[:, : config.num_heads], layer.query_norm, config.rms_norm_eps
-    )  # [num_tokens, num_heads, d]
-    keys = rms_norm(heads[:, config.num_heads :], layer.key_norm, config.rms_norm_eps)  # [num_tokens, num_kv_heads, d]
-    return rotate(queries, *cos_sin), rotate(keys, *cos_sin), values
+    heads, values = project_qkv(x, layer, config, operators)
+    queries = operators.norm(heads[:, : config.num_heads], layer.query_norm, config.rms_norm_eps)
+    keys = operators.norm(heads[:, config.num_heads :], layer.key_norm, config.rms_norm_eps)
+    return torch.cat((queries, keys), dim=1), values  # [num_tokens, num_heads + num_kv_heads, head_dim]
 
 
 QWEN3 = Family(

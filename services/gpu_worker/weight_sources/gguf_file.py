@@ -15,6 +15,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from services.gpu_worker.four_bit_grid import FourBitGrid, has_grid, read_grid
 from services.gpu_worker.quantization import BlockFormat, block_format
 from services.gpu_worker.weight_sources.source import LoadMeter, StoredTensor
 from services.model_files.errors import ModelFileError
@@ -79,6 +80,27 @@ class GgufFile:
             part = rows[start : start + rows_at_once]
             block = self._decode(tensor, layout, start * row_length, part.numel(), meter).view(part.shape)
             meter.place(_deinterleave(block, head_dim) if head_dim else block, part)
+
+    def has_grid(self, name: str) -> bool:
+        """See `WeightSource.has_grid`."""
+        return has_grid(self._formats[name].name) and len(self.tensors[name].shape) == 2
+
+    def load_grid(self, name: str, target: Tensor, meter: LoadMeter) -> FourBitGrid | None:
+        """See `WeightSource.load_grid`."""
+        tensor, layout = self.tensors[name], self._formats[name]
+        if not self.has_grid(name):
+            return None
+        raw = torch.empty(tensor.num_bytes, dtype=torch.uint8)
+        meter.read(tensor, 0, raw)
+        started = perf_counter()
+        grid = read_grid(layout.name, raw, target.shape[1])
+        head_dim = self._interleaved_head_dim
+        if head_dim and _INTERLEAVED.search(name):
+            grid = grid.map_rows(lambda rows: _deinterleave(rows, head_dim))
+        values = grid.values()
+        meter.decode_s += perf_counter() - started
+        meter.place(values, target)
+        return grid
 
     @staticmethod
     def _decode(tensor: StoredTensor, layout: BlockFormat, first: int, num_weights: int, meter: LoadMeter) -> Tensor:

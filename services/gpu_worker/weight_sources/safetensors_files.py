@@ -17,6 +17,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from services.gpu_worker.four_bit_grid import FourBitGrid
 from services.gpu_worker.weight_sources.source import BLOCK_BYTES, LoadMeter, StoredTensor
 from services.model_files.errors import ModelFileError
 from services.model_files.source import read_json_object
@@ -64,6 +65,14 @@ class SafetensorsFiles:
             block = buffer[: len(part)]
             meter.read(tensor, start * dtype.itemsize, block.view(torch.uint8))
             meter.place(block, part)
+
+    def has_grid(self, name: str) -> bool:
+        """See `WeightSource.has_grid`: these files hold plain numbers."""
+        return False
+
+    def load_grid(self, name: str, target: Tensor, meter: LoadMeter) -> FourBitGrid | None:
+        """See `WeightSource.load_grid`: these files hold plain numbers."""
+        return None
 
     def _add_shards(self, index_path: Path) -> None:
         weight_map = read_json_object(index_path).get("weight_map")

@@ -98,7 +98,7 @@ def _check_fit(settings: Settings, *arguments: str) -> Finding:
 def sizes(fit: Mapping[str, Any]) -> str:
     """What a model takes, for people."""
     return (
-        f"{fit['num_weights'] / 1e6:,.0f} M weights as {fit['dtype']} take {size_text(fit['weight_bytes'])}, "
+        f"{fit['num_weights'] / 1e6:,.0f} M weights take {size_text(fit['weight_bytes'])}, used in {fit['dtype']}, "
         f"a token of KV cache {size_text(fit['kv_bytes_per_token'])}, a step about {size_text(fit['activation_bytes'])}"
     )
 

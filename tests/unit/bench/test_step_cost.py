@@ -9,18 +9,19 @@ import torch
 
 from bench.random_checkpoints import write_checkpoint
 from bench.step_cost import SAMPLING, DecodingRows, PlainRows, measure
-from services.gpu_worker.weights import LoadedModel, load_model
+from services.gpu_worker.weights import RunnableModel, load_model
 from services.model_files.source import open_model
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+def model(tmp_path_factory: pytest.TempPathFactory) -> RunnableModel:
     folder: Path = write_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama")
-    return load_model(open_model(folder), torch.device("cpu"))
+    loaded = load_model(open_model(folder), torch.device("cpu"))
+    return RunnableModel(loaded.config, loaded.weights, loaded.report)
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-def test_steps_with_and_without_wishes_go_on_with_the_same_rows(model: LoadedModel, sampling: str) -> None:
+def test_steps_with_and_without_wishes_go_on_with_the_same_rows(model: RunnableModel, sampling: str) -> None:
     rows = DecodingRows(model, 3, 20, 20, sampling)
     times = measure(rows, 2)
     assert len(times.whole) == len(times.plain) == len(times.forward) == 2
@@ -28,7 +29,7 @@ def test_steps_with_and_without_wishes_go_on_with_the_same_rows(model: LoadedMod
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-def test_a_step_without_wishes_picks_what_the_whole_one_picks(model: LoadedModel, sampling: str) -> None:
+def test_a_step_without_wishes_picks_what_the_whole_one_picks(model: RunnableModel, sampling: str) -> None:
     whole, plain = (DecodingRows(model, 3, 20, 8, sampling) for _ in range(2))
     plain.state.options = PlainRows(plain.state.options)
     for _ in range(5):

@@ -48,7 +48,7 @@ def test_greedy_continuations(model: LoadedModel, prompt: list[int], continued: 
 
 
 def test_wgt_01_wgt_06_tied_embeddings_and_theta_of_the_real_model(model: LoadedModel) -> None:
-    assert model.weights.head is model.weights.embedding
+    assert model.weights.head.weight is model.weights.embedding
     assert model.config.rotary.inverse_frequencies[16] == pytest.approx(100000.0**-0.5)
 
 

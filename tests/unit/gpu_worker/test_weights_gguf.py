@@ -149,8 +149,11 @@ def test_biases_of_the_architecture_llama_are_interleaved_too(tmp_path: Path) ->
     tiny = make_tiny_model("llama-biases-tied-llama3", tmp_path / "folder")
     layer = load_model(open_model(tiny.folder), CPU).weights.layers[1]
     model = load(write_as_gguf(tiny, tmp_path / "model.gguf"))
-    assert model.weights.head is model.weights.embedding
-    for mine, theirs in ((model.weights.layers[1].qkv_bias, layer.qkv_bias), (model.weights.layers[1].qkv, layer.qkv)):
+    assert model.weights.head.weight is model.weights.embedding
+    for mine, theirs in (
+        (model.weights.layers[1].qkv.bias, layer.qkv.bias),
+        (model.weights.layers[1].qkv.weight, layer.qkv.weight),
+    ):
         assert mine is not None
         assert theirs is not None
         assert torch.equal(mine, theirs)
@@ -176,11 +179,11 @@ def test_quantized_matrices_are_those_that_the_gguf_package_decodes(
     name = "model.layers.2.mlp.up_proj.weight"
     expected = quants.dequantize(quants.quantize(stored[name].numpy(), quantization), quantization)
     model = load(path)
-    up = model.weights.layers[2].gate_up[96:]
+    up = model.weights.layers[2].gate_up.weight[96:]
     assert np.array_equal(up.numpy(), expected)
     # The heads of a quantized query projection are put back in order after decoding.
     query = stored["model.layers.2.self_attn.q_proj.weight"]
-    assert float((model.weights.layers[2].qkv[:64] - query).abs().max()) < 0.2 * float(query.abs().max())
+    assert float((model.weights.layers[2].qkv.weight[:64] - query).abs().max()) < 0.2 * float(query.abs().max())
 
 
 DECODABLE = [
@@ -237,7 +240,7 @@ def test_names() -> None:
 def test_loading_in_half_precision(llama: TinyModel, tmp_path: Path) -> None:
     path = write_as_gguf(llama, tmp_path / "model.gguf", gguf.GGMLQuantizationType.F16)
     stored = load_file(llama.folder / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
-    assert torch.equal(load(path, torch.float16).weights.layers[0].down, stored.half())
+    assert torch.equal(load(path, torch.float16).weights.layers[0].down.weight, stored.half())
 
 
 def without(name: str) -> Change:

@@ -126,7 +126,7 @@ def test_wgt_09_every_stored_dtype_loads_as_every_dtype(
     write_tensors(folder, tensors)
     model = load(folder, wanted)
     dtype = wanted or torch.float32
-    assert torch.equal(model.weights.layers[1].down, tensors["model.layers.1.mlp.down_proj.weight"].to(dtype))
+    assert torch.equal(model.weights.layers[1].down.weight, tensors["model.layers.1.mlp.down_proj.weight"].to(dtype))
     assert torch.equal(model.weights.embedding, tensors["model.embed_tokens.weight"].to(dtype))
     num_parameters = sum(tensor.numel() for tensor in tensors.values())
     assert model.report.num_bytes_placed == num_parameters * dtype.itemsize
@@ -139,9 +139,9 @@ def test_wgt_05_biases_of_qwen2_land_in_the_right_place(copy_of: Callable[[str],
     layer = load(folder).weights.layers[2]
     prefix = "model.layers.2.self_attn"
     parts = [tensors[f"{prefix}.{name}_proj.bias"] for name in "qkv"]
-    assert layer.qkv_bias is not None
-    assert torch.equal(layer.qkv_bias, torch.cat(parts))
-    assert layer.output_bias is None
+    assert layer.qkv.bias is not None
+    assert torch.equal(layer.qkv.bias, torch.cat(parts))
+    assert layer.output.bias is None
     with_biases = logits_of(load(folder))
     write_tensors(folder, {name: t * 0 if name.endswith("bias") else t for name, t in tensors.items()})
     assert (logits_of(load(folder)) - with_biases).abs().max() > 0.1
@@ -150,8 +150,8 @@ def test_wgt_05_biases_of_qwen2_land_in_the_right_place(copy_of: Callable[[str],
 def test_wgt_04_shapes_of_a_model_whose_head_dim_is_its_own(copy_of: Callable[[str], Path]) -> None:
     model = load(copy_of("qwen3"))
     layer = model.weights.layers[0]
-    assert layer.qkv.shape == (128 + 64 + 64, 64)
-    assert layer.output.shape == (64, 128)
+    assert layer.qkv.weight.shape == (128 + 64 + 64, 64)
+    assert layer.output.weight.shape == (64, 128)
     assert layer.query_norm is not None
     assert layer.query_norm.shape == (32,)
 
@@ -160,7 +160,7 @@ def test_wgt_01_tied_without_a_head(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("llama-biases-tied-llama3")
     assert "lm_head.weight" not in tensors_of(folder)
     model = load(folder)
-    assert model.weights.head is model.weights.embedding
+    assert model.weights.head.weight is model.weights.embedding
     assert logits_of(model).isfinite().all()
 
 

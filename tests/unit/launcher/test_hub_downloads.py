@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from services.gpu_worker.products.kernels import has_fast_bfloat16
+
 pytestmark = pytest.mark.timeout(60)
 
 _ROOT = Path(__file__).parents[3]
@@ -148,8 +150,10 @@ def test_whether_a_model_fits_is_known_before_it_is_fetched(hub: tuple[str, list
     assert room[:2] == ["model", "ok"]
     assert room[2].startswith("tiny/model is not on this disk; fetching it takes 300.2 kB, ")
     assert fit[:2] == ["fit", "ok"]
-    num_weights = 2 * 1000 * 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64) + 64
-    assert f"as float32 take {4 * num_weights / 1e3:.1f} kB, a token of KV cache 0.5 kB" in fit[2]
+    matrices = 1000 * 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)  # the head's and the layers'
+    others = 1000 * 64 + 2 * 2 * 64 + 64
+    num_bytes = (2 if has_fast_bfloat16() else 4) * matrices + 4 * others
+    assert f"weights take {num_bytes / 1e3:.1f} kB, used in float32, a token of KV cache 0.5 kB" in fit[2]
     assert not any(path.endswith((".safetensors", "tokenizer.json")) for path in asked)
     assert not (tmp_path / "models").exists()
 

@@ -1,0 +1,152 @@
+"""How far `--numerics fast` is from `exact`: next-token distributions of the same texts, and the greedy texts of both.
+
+    python -m bench.numerics_agreement [MODEL] [--texts 16] [--tokens 64] [--out FILE]
+
+Texts are continued greedily in exact numerics. Of every position of them, prompt and continuation, both ways give a
+distribution over the next token: what is told is the mean Kullback-Leibler divergence of fast from exact in nats, its
+99th percentile, and at how many positions both find the same likeliest token. Then the texts are continued in fast
+numerics too, and those that are the same to the end are counted. On the CPU; how fast the machine is does not matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.draw_stability import BEGINNINGS
+from bench.provenance import provenance
+from services.gpu_worker.attention import attention_for
+from services.gpu_worker.kv_cache import KvCache, KvCacheShape
+from services.gpu_worker.model_runner import ModelRunner
+from services.gpu_worker.models.config import ModelConfig
+from services.gpu_worker.models.layer_weights import DecoderWeights
+from services.gpu_worker.models.projection import Projection
+from services.gpu_worker.products.forms import CpuForms
+from services.gpu_worker.step_inputs import StepRow, build_step_inputs
+from services.gpu_worker.weights import load_laid_out, load_model
+from services.launcher.models import resolve_model
+from services.model_files.source import open_model
+from services.model_files.tokenizer import load_tokenizer
+from services.runtime.config import Settings
+
+_CPU = torch.device("cpu")
+_PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of all positions: divergences in nats, [num_positions] float64; at how many the likeliest token is the same."""
+
+    divergences: Tensor
+    num_same: int
+
+    @property
+    def mean(self) -> float:
+        """Mean divergence."""
+        return float(self.divergences.mean())
+
+    @property
+    def p99(self) -> float:
+        """What 99 of 100 positions do not exceed."""
+        return float(self.divergences.quantile(0.99))
+
+    @property
+    def same_share(self) -> float:
+        """Share of positions with the same likeliest token."""
+        return self.num_same / len(self.divergences)
+
+
+class Writer:
+    """Computes texts, one at a time, in one of the two ways."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights[Projection], max_tokens: int) -> None:
+        self._pages = list(range(-(-max_tokens // _PAGE_SIZE)))
+        shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, _PAGE_SIZE, torch.float32)
+        pool = KvCache(shape, len(self._pages), _CPU)
+        self._runner = ModelRunner(config, weights, pool, attention_for(_CPU, torch.float32))
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """[num_tokens, vocab_size] of a text from its beginning."""
+        return self._step(ids, 0)
+
+    def continuation(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """The prompt and its greedy continuation."""
+        ids, start = list(prompt), 0
+        for _ in range(num_tokens):
+            logits = self._step(ids[start:], start)
+            start = len(ids)
+            ids.append(int(logits[-1].argmax()))
+        return ids
+
+    def _step(self, new_ids: Sequence[int], start: int) -> Tensor:
+        inputs = build_step_inputs([StepRow(new_ids, start, self._pages, True)], _PAGE_SIZE, _CPU)
+        return self._runner.logits(self._runner.normed(self._runner.hidden(inputs), torch.arange(len(new_ids))))
+
+
+def agreement_of(exact: Tensor, fast: Tensor) -> Agreement:
+    """Compares logits of the same positions, [num_positions, vocab_size] float32 each."""
+    expected, found = (logits.double().log_softmax(-1) for logits in (exact, fast))
+    divergences = (expected.exp() * (expected - found)).sum(-1)
+    return Agreement(divergences, int((exact.argmax(-1) == fast.argmax(-1)).sum()))
+
+
+def joined(parts: Sequence[Agreement]) -> Agreement:
+    """That of several texts together."""
+    return Agreement(torch.cat([part.divergences for part in parts]), sum(part.num_same for part in parts))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("model", nargs="?", default="smollm2:135m")
+    parser.add_argument("--texts", type=int, default=len(BEGINNINGS), help=f"1 to {len(BEGINNINGS)}")
+    parser.add_argument("--tokens", type=int, default=64, help="of each continuation")
+    parser.add_argument("--out", type=Path, default=None, help="write the numbers as JSON")
+    options = parser.parse_args(arguments)
+    if not 1 <= options.texts <= len(BEGINNINGS) or options.tokens < 1:
+        parser.error(f"1 to {len(BEGINNINGS)} texts of at least one token")
+    source = provenance()
+    for key, value in source.items():
+        print(f"{key}: {value}")
+    files = open_model(resolve_model(options.model, Settings()).path)
+    model, forms = load_model(files, _CPU, torch.float32), CpuForms(is_exact=False)
+    fast_model = load_laid_out(files, forms)
+    tokenizer = load_tokenizer(files).tokenizer
+    prompts = [tokenizer.encode(text).ids for text in BEGINNINGS[: options.texts]]
+    longest = max(map(len, prompts)) + options.tokens
+    print(f"fast: {forms.description}")
+    exact, fast = (Writer(model.config, weights, longest) for weights in (model.weights, fast_model.weights))
+    parts, num_same_texts = [], 0
+    for number, prompt in enumerate(prompts, start=1):
+        text = exact.continuation(prompt, options.tokens)
+        parts.append(agreement_of(exact.logits(text), fast.logits(text)))
+        num_same_texts += fast.continuation(prompt, options.tokens) == text
+        print(f"text {number} of {len(prompts)}: divergence {parts[-1].mean:.1e}", flush=True)
+    found = joined(parts)
+    print(
+        f"{len(found.divergences)} positions: divergence {found.mean:.2e} on average, {found.p99:.2e} at the 99th "
+        f"percentile; the same likeliest token at {100 * found.same_share:.2f} %; "
+        f"{num_same_texts} of {len(prompts)} greedy texts of {options.tokens} tokens the same"
+    )
+    if options.out is not None:
+        report = source | {
+            "fast": forms.description,
+            "positions": len(found.divergences),
+            "mean_divergence": found.mean,
+            "p99_divergence": found.p99,
+            "same_likeliest_share": found.same_share,
+            "texts": len(prompts),
+            "tokens": options.tokens,
+            "same_texts": num_same_texts,
+        }
+        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""gpu_worker: a matrix of the model that inputs are multiplied by, with its bias.
+
+How the product is computed is the projection's own affair: the plain way here is the reference, and the only one on a
+CUDA device; on a CPU a model's projections are made anew once it is loaded (see `products`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import functional
+
+
+class Projection(Protocol):
+    """x -> x @ weight.T + bias."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that its weights take, all forms of them."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, out_features] from [num_tokens, in_features], in the dtype of x; memory of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseProjection:
+    """The plain way: the weights as they are, one call of torch.
+
+    Attributes:
+        weight: [out_features, in_features].
+        bias: [out_features] or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Projection.num_bytes`."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Projection.__call__`."""
+        return functional.linear(x, self.weight, self.bias)

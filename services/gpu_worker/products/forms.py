@@ -1,0 +1,127 @@
+"""gpu_worker: decides in which form each matrix of a model is kept on a CPU, by measuring on the machine it runs on.
+
+    --numerics exact    float32: the plain product or the packed one, whichever this machine runs faster
+    --numerics fast     for many rows packed bfloat16 where the processor multiplies it, else as exact; for few rows the
+                        4-bit codes where the file holds such, up to the number of rows at which that is slower
+
+One form is kept of a matrix, or two where it has 4-bit codes: as long as the second forms fit their budget. Beyond it
+any number of rows goes through the codes, which is slower for many.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+
+from services.gpu_worker.four_bit_grid import FourBitGrid
+from services.gpu_worker.models.projection import DenseProjection, Projection
+from services.gpu_worker.products.four_bit import BYTES_OF_8_WEIGHTS, FourBitProjection, fits_four_bit
+from services.gpu_worker.products.kernels import PackedProjection, has_fast_bfloat16, has_packed_float32
+from services.gpu_worker.products.two_forms import TwoForms
+
+_FORM_ROWS = (1, 16, 128)  # a decode, a batch of decodes, a chunk of a prompt
+_CROSSOVER_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_RUNS = 3
+
+Shape = tuple[int, ...]
+
+
+class CpuForms:
+    """The `Forms` of one model; see the module."""
+
+    def __init__(self, is_exact: bool, copy_bytes: int = 2**62, pump: Callable[[], None] = lambda: None) -> None:
+        """Finds out what this processor and this build of torch have.
+
+        Args:
+            is_exact: whether only float32 products will do.
+            copy_bytes: budget of second forms.
+            pump: called for each matrix, to say that this process lives.
+        """
+        self._is_exact = is_exact
+        self._copy_bytes_left = copy_bytes
+        self._pump = pump
+        self._uses_bfloat16 = not is_exact and has_fast_bfloat16()
+        self._packs: dict[Shape, bool] = {}
+        self._most_few_rows: dict[Shape, int] = {}
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def reads_grids(self) -> bool:
+        """See `Forms.reads_grids`."""
+        return not self._is_exact
+
+    @property
+    def description(self) -> str:
+        """What was done, in a few words."""
+        return ", ".join(f"{count} matrices {name}" for name, count in self._counts.most_common())
+
+    def expect(self, num_weights: int, has_grid: bool) -> int:
+        """See `Forms.expect`; a matrix with codes is taken to have its second form while these fit."""
+        many = num_weights * (2 if self._uses_bfloat16 else 4)
+        if not has_grid:
+            return many
+        codes = num_weights * BYTES_OF_8_WEIGHTS // 8
+        if many > self._copy_bytes_left:
+            return codes
+        self._copy_bytes_left -= many
+        return codes + many
+
+    def lay_out(self, dense: DenseProjection, grid: FourBitGrid | None) -> Projection:
+        """See `Forms.lay_out`."""
+        self._pump()
+        projection, name = self._with_codes(dense, grid) if grid is not None else self._for_many_rows(dense)
+        self._counts[name] += 1
+        return projection
+
+    def _with_codes(self, dense: DenseProjection, grid: FourBitGrid) -> tuple[Projection, str]:
+        if not fits_four_bit(grid):
+            return self._for_many_rows(dense)
+        few = FourBitProjection(grid, dense.bias)
+        many, name = self._for_many_rows(dense)
+        shape = tuple(dense.weight.shape)
+        if shape not in self._most_few_rows:
+            self._most_few_rows[shape] = crossover(few, many, shape[1])
+        most_few_rows = self._most_few_rows[shape]
+        if most_few_rows == 0:
+            return many, name
+        if many.num_bytes > self._copy_bytes_left:
+            return few, "in 4 bits"
+        self._copy_bytes_left -= many.num_bytes
+        return TwoForms(few, many, most_few_rows), f"in 4 bits for few rows and {name} for many"
+
+    def _for_many_rows(self, dense: DenseProjection) -> tuple[Projection, str]:
+        if not has_packed_float32():
+            return dense, "plain float32"
+        if self._uses_bfloat16:
+            return PackedProjection(dense.weight, dense.bias, torch.bfloat16), "packed bfloat16"
+        shape = tuple(dense.weight.shape)
+        packed = PackedProjection(dense.weight, dense.bias, torch.float32)
+        if shape not in self._packs:
+            self._packs[shape] = sum(_seconds(packed, rows, shape[1]) for rows in _FORM_ROWS) < sum(
+                _seconds(dense, rows, shape[1]) for rows in _FORM_ROWS
+            )
+        return (packed, "packed float32") if self._packs[shape] else (dense, "plain float32")
+
+
+def crossover(few: Projection, many: Projection, width: int) -> int:
+    """The most rows (of those tried, in order) at which `few` is not slower than `many`; 0 where it never is faster."""
+    most = 0
+    for rows in _CROSSOVER_ROWS:
+        if _seconds(few, rows, width) > _seconds(many, rows, width):
+            break
+        most = rows
+    return most
+
+
+def _seconds(projection: Projection, rows: int, width: int) -> float:
+    """The shortest of a few runs: what else the machine does only makes them longer."""
+    x = torch.zeros(rows, width)
+    times = []
+    for _ in range(_RUNS):
+        begin = perf_counter()
+        projection(x)
+        times.append(perf_counter() - begin)
+    return min(times)

@@ -1,0 +1,34 @@
+"""The bench of fast numerics: what it compares are the same positions, and differences are told."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.numerics_agreement import Writer, agreement_of, joined
+from bench.random_checkpoints import write_checkpoint
+from services.gpu_worker.weights import load_model
+from services.model_files.source import open_model
+
+
+def test_a_text_has_the_same_logits_as_it_is_written_and_as_a_whole(tmp_path: Path) -> None:
+    model = load_model(open_model(write_checkpoint(tmp_path / "llama", "llama")), torch.device("cpu"))
+    writer = Writer(model.config, model.weights, 12)
+    text = writer.continuation([3, 1, 4], 9)
+    assert len(text) == 12
+    likeliest = writer.logits(text).argmax(-1).tolist()
+    assert likeliest[2:-1] == text[3:]
+
+
+def test_a_divergence_is_that_of_two_distributions() -> None:
+    exact = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
+    same = agreement_of(exact, exact + 5)
+    assert same.mean == pytest.approx(0, abs=1e-9)
+    assert same.same_share == 1
+    other = agreement_of(exact[:1], torch.tensor([[math.log(3), 0.0]]))  # 1/2, 1/2 against 3/4, 1/4
+    assert other.mean == pytest.approx(0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25))
+    both = joined([same, agreement_of(exact, -exact)])
+    assert (len(both.divergences), both.same_share) == (4, 0.75)

@@ -1,0 +1,149 @@
+"""4-bit grids of GGUF files: taken apart as the gguf package decodes them, kept, multiplied by, chosen by rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import quants
+from torch import Tensor
+
+from services.gpu_worker.four_bit_grid import GROUP, FourBitGrid, has_grid, read_grid, stacked
+from services.gpu_worker.models.projection import DenseProjection
+from services.gpu_worker.products.forms import CpuForms, crossover
+from services.gpu_worker.products.four_bit import FourBitProjection, fits_four_bit
+from services.gpu_worker.products.two_forms import TwoForms
+from services.gpu_worker.weights import grid_names, laid_out_bytes, load_laid_out, load_model
+from services.model_files.source import open_model
+from tests.unit.gpu_worker.step_bench import CPU
+
+FORMATS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q4_K": (256, 144)}
+
+
+def random_blocks(name: str, num_blocks: int, seed: int) -> np.ndarray:
+    """Blocks of any codes and scales; the half precision numbers at their beginning are finite."""
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (num_blocks, FORMATS[name][1]), dtype=np.uint8)
+    num_halves = 1 if name == "Q4_0" else 2
+    blocks[:, : 2 * num_halves] = generator.normal(size=(num_blocks, num_halves)).astype(np.float16).view(np.uint8)
+    return blocks
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_grid_has_the_values_that_the_gguf_package_decodes(name: str, seed: int) -> None:
+    blocks = random_blocks(name, 12, seed)
+    expected = quants.dequantize(blocks, gguf.GGMLQuantizationType[name]).reshape(-1)
+    grid = read_grid(name, torch.from_numpy(blocks).flatten(), 4 * FORMATS[name][0])
+    assert grid.codes.shape == (3, 4 * FORMATS[name][0])
+    assert grid.scales.shape == grid.minimums.shape == (3, 4 * FORMATS[name][0] // GROUP)
+    assert int(grid.codes.max()) <= 15
+    np.testing.assert_allclose(grid.values().flatten().numpy(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_other_formats_are_no_grids() -> None:
+    assert [name for name in ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q6_K", "Q8_0", "F16", "IQ4_NL") if has_grid(name)] == [
+        "Q4_0", "Q4_1", "Q4_K"
+    ]  # fmt: skip
+
+
+def random_grid(num_rows: int, num_columns: int, seed: int = 0) -> FourBitGrid:
+    generator = torch.Generator().manual_seed(seed)
+    groups = (num_rows, num_columns // GROUP)
+    codes = torch.randint(0, 16, (num_rows, num_columns), generator=generator, dtype=torch.uint8)
+    scales = torch.randn(groups, generator=generator) / 64
+    return FourBitGrid(codes, scales, torch.randn(groups, generator=generator) / 8)
+
+
+def test_rows_are_stacked_and_put_in_another_order() -> None:
+    first, second = random_grid(16, 64, 1), random_grid(32, 64, 2)
+    both = stacked([first, second])
+    assert torch.equal(both.values(), torch.cat((first.values(), second.values())))
+    assert torch.equal(first.map_rows(lambda rows: rows.flip(0)).values(), first.values().flip(0))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 33])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_product_with_codes_rounds_inputs_scales_and_results_and_nothing_else(rows: int, has_bias: bool) -> None:
+    grid, generator = random_grid(48, 96), torch.Generator().manual_seed(rows)
+    bias = torch.randn(48, generator=generator) if has_bias else None
+    x = torch.randn(rows, 96, generator=generator)
+    product = FourBitProjection(grid, bias)(x)
+    middles = (grid.minimums + 8 * grid.scales).bfloat16().float()
+    rounded = FourBitGrid(grid.codes, grid.scales.bfloat16().float(), middles - 8 * grid.scales.bfloat16().float())
+    expected = DenseProjection(rounded.values(), bias)(x.bfloat16().float())
+    assert product.dtype == torch.float32
+    torch.testing.assert_close(product, expected, rtol=2**-6, atol=2**-6)
+
+
+def test_a_matrix_whose_rows_the_operator_cannot_take_is_kept_otherwise() -> None:
+    grid = random_grid(24, 32)
+    assert not fits_four_bit(grid)
+    dense = DenseProjection(grid.values())
+    projection = CpuForms(is_exact=False).lay_out(dense, grid)
+    x = torch.randn(3, 32)
+    torch.testing.assert_close(projection(x), dense(x), rtol=0.05, atol=0.05)
+
+
+class Counted:
+    """A projection that counts its calls."""
+
+    num_bytes = 8
+
+    def __init__(self, calls: list[int]) -> None:
+        self._calls = calls
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._calls.append(x.shape[0])
+        return x
+
+
+def test_few_rows_go_one_way_and_many_the_other() -> None:
+    few: list[int] = []
+    many: list[int] = []
+    both = TwoForms(Counted(few), Counted(many), 4)
+    for rows in (1, 4, 5, 64):
+        both(torch.zeros(rows, 2))
+    assert (few, many) == ([1, 4], [5, 64])
+    assert both.num_bytes == 16
+
+
+def test_the_crossover_is_where_the_form_for_few_rows_becomes_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(projection: object, rows: int, width: int) -> float:
+        return float(rows) if projection is fast_for_few else 5.0
+
+    fast_for_few, other = Counted([]), Counted([])
+    monkeypatch.setattr("services.gpu_worker.products.forms._seconds", seconds)
+    assert crossover(fast_for_few, other, 2) == 4
+    assert crossover(other, fast_for_few, 2) == 0
+
+
+@pytest.mark.parametrize("copy_bytes", [0, 2**40])
+def test_the_real_model_on_codes(smollm2_path: Path, copy_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gpu_worker.products.forms.crossover", lambda few, many, width: 4)
+    forms = CpuForms(is_exact=False, copy_bytes=copy_bytes)
+    model = load_laid_out(open_model(smollm2_path), forms)
+    plain = load_model(open_model(smollm2_path), CPU, torch.float32)
+    assert ("in 4 bits for few rows" in forms.description) == bool(copy_bytes)
+    codes_bytes = sum(
+        matrix.weight.numel() * 5 // 8
+        for layer in plain.weights.layers
+        for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)
+    )
+    outside = model.weights.num_bytes - sum(layer.num_bytes for layer in model.weights.layers)
+    if not copy_bytes:
+        norms = 2 * plain.config.hidden_size * 4 * plain.config.num_layers
+        assert model.weights.num_bytes - outside == codes_bytes + norms
+    on_grid = grid_names(open_model(smollm2_path))
+    expected_bytes = laid_out_bytes(model.config, CpuForms(is_exact=False, copy_bytes=copy_bytes), on_grid)
+    assert model.weights.num_bytes <= expected_bytes <= 1.05 * model.weights.num_bytes
+    generator = torch.Generator().manual_seed(1)
+    for mine, theirs in zip(model.weights.layers[::7], plain.weights.layers[::7], strict=True):
+        for name in ("qkv", "output", "gate_up", "down"):
+            x = torch.randn(2, getattr(theirs, name).weight.shape[1], generator=generator)
+            expected = getattr(theirs, name)(x)
+            error = (getattr(mine, name)(x) - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+            assert float(error) < 0.01
