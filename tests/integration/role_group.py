@@ -51,6 +51,7 @@ def running_roles(command: Sequence[str], model: Path, **settings: object) -> It
     """
     group, urls = RoleGroup(), queue.Queue[str]()
     with tempfile.TemporaryDirectory(prefix="tw") as directory:
+        settings.setdefault("numerics", "exact")
         variables = environment(model=model, run_dir=directory, instance="0", port=0, **settings)
         try:
             for role in Role:

@@ -56,8 +56,8 @@ def environment(**settings: object) -> dict[str, str]:
 
 
 def start(model: Path | str, **settings: object) -> Server:
-    """Starts a server and returns at once; `wait_ready` waits for it. Exact numerics unless it is told otherwise."""
-    settings.setdefault("numerics", "exact")
+    """Starts a server and returns at once; `wait_ready` waits for it. Exact numerics unless it is told of others."""
+    settings.setdefault("numerics", "fast" if "dtype" in settings else "exact")
     command = [sys.executable, "-m", "services.launcher", "serve", str(model), "--port", str(settings.pop("port", 0))]
     process = subprocess.Popen(
         command,
