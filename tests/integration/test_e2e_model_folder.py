@@ -94,7 +94,7 @@ def test_wgt_01_wgt_09_cht_09_a_tied_model_with_a_head_in_half_precision(folder:
     with running(place, num_threads=1, **settings) as server:
         client = Client(server)
         check_text(client)
-        assert "weights as bfloat16" in server.log()
+        assert "activations in bfloat16" in server.log()
         system = {"role": "system", "content": "x"}
         for messages, words in (([system, *HI], "no system turns here"), ([*HI, *HI], "roles must alternate")):
             error = client.refused(CHAT, {"messages": messages})
