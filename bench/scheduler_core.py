@@ -125,7 +125,10 @@ def decode_us(num_rows: int, num_steps: int, page_size: int, num_waiting: int) -
 
 def take(core: Core, result: StepResult) -> None:
     batch = TokenBatch()
-    for item in core.apply_result(result):
+    outcome = core.take_result(result)
+    for run in outcome.runs:
+        batch.add_run(run)
+    for item in outcome.rows:
         batch.add(item.request, item.first_index, item.token_ids, item.finish)
     batch.messages()
 

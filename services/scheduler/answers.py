@@ -14,7 +14,7 @@ from services.scheduler.admission import RequestRefusedError
 from services.scheduler.deadlines import Deadlines
 from services.scheduler.journeys import Journeys
 from services.scheduler.load_report import RETRY_STARTING_S, FinishRate
-from services.scheduler.outcomes import Produced
+from services.scheduler.outcomes import Produced, StepOutcome
 from services.scheduler.prompt_record import PromptPart
 from services.scheduler.refusals import grammar_overdue, invalid_grammar, refusal_of_end, refused
 from services.scheduler.request import Request, RequestState
@@ -184,6 +184,13 @@ class Answers:
             else:
                 record.compiled_s = now_s
                 self._admit(record, now_s)
+
+    def take(self, outcome: StepOutcome, now_s: float) -> None:
+        """What a step brought. Of a run nothing needs to be looked at: its requests go on, and had tokens before."""
+        for run in outcome.runs:
+            self._batch(run.lane).add_run(run)
+            self.last_token_s = now_s
+        self.produced(outcome.rows, now_s)
 
     def produced(self, items: list[Produced], now_s: float) -> None:
         """New tokens and ends, as a core gave them."""

@@ -14,19 +14,22 @@ runs plans in order; a row that turns out finished has its later results dropped
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from services.scheduler.admission import CoreLimits, check_fits
 from services.scheduler.core_counters import CoreCounters
 from services.scheduler.kv_ledger import KvLedger
-from services.scheduler.outcomes import Produced
+from services.scheduler.lockstep import Lockstep
+from services.scheduler.outcomes import Produced, StepOutcome
 from services.scheduler.policy import RemainderEstimate
 from services.scheduler.prompt_parts import PromptParts
 from services.scheduler.queues import RequestQueues
 from services.scheduler.request import Request, RequestState
 from services.scheduler.reservations import Reservations
 from services.scheduler.rows import Rows
-from services.scheduler.step_plan import StepDraft, StepInFlight, check_cursors
-from services.scheduler.step_result import ResultError, RowResult, problem_of, rows_of
+from services.scheduler.step_plan import FlightRow, StepDraft, StepInFlight, check_cursors
+from services.scheduler.step_reading import read_result
+from services.scheduler.step_result import ResultError, RowResult, problem_of
 from services.wire.finish import Finish
 from services.wire.requests import Submit
 from services.wire.steps import CompileGrammar, GrammarCompiled, StepPlan, StepResult
@@ -38,9 +41,10 @@ class Core:
     Args:
         limits: the worker's sizes and the operator's settings.
         epoch: the scheduler's, written into plans.
+        in_lockstep: whether decodes go in lockstep; if not, all is done row by row, with the same outcome.
     """
 
-    def __init__(self, limits: CoreLimits, epoch: int) -> None:
+    def __init__(self, limits: CoreLimits, epoch: int, in_lockstep: bool = True) -> None:
         self.limits = limits
         self.ledger = KvLedger(limits.num_pages, limits.page_size, limits.caches_prefixes)
         self.counters = CoreCounters()
@@ -52,7 +56,7 @@ class Core:
         self._in_flight: deque[StepInFlight] = deque()
         self._started: list[Request] = []
         self._num_arrived = 0
-        self._num_planned_steps = 0
+        self._lockstep = Lockstep(limits.page_size, in_lockstep)
         self._is_stalled = False  # the last plan came out empty, and nothing has happened since
 
     # ------------------------------------------------------------ what the shell reads
@@ -69,7 +73,7 @@ class Core:
 
     @property
     def num_retracted(self) -> int:
-        """Requests that lost their pages and will resume."""
+        """Requests that lost their pages."""
         return len(self.queues.retracted)
 
     @property
@@ -104,8 +108,8 @@ class Core:
 
     # ------------------------------------------------------------ events
 
-    def submit(self, submit: Submit) -> Request:
-        """Takes a request in. It may have ended already (nothing left to produce): look at `is_alive`.
+    def submit(self, submit: Submit, lane: bytes = b"") -> Request:
+        """Takes a request in, whose tokens go to `lane`. It may have ended already: look at `is_alive`.
 
         Raises:
             RequestRefusedError: it can never run here (the client's fault), or the queue is full.
@@ -114,7 +118,7 @@ class Core:
         if submit.request_id in self.queues.open:
             raise ValueError(f"request {submit.request_id.hex()} is open already")
         max_length = check_fits(submit, self.limits, self.num_waiting, self._rows.num_free)
-        request = Request(submit, max_length, self._num_arrived)
+        request = Request(submit, max_length, self._num_arrived, lane)
         self._num_arrived += 1
         self._is_stalled = False
         request.finish = request.first_verdict()
@@ -166,45 +170,33 @@ class Core:
         return True
 
     def apply_result(self, result: StepResult) -> list[Produced]:
-        """Takes what a plan gave. Results come in the order of plans.
+        """Takes what a plan gave; see `take_result`. Tells it row by row: whoever got tokens or ended has an item."""
+        requests = dict(self.queues.open)
+        return list(self.take_result(result).spelled_out(requests))
 
-        Returns:
-            One item for each request that got tokens or ended.
+    def take_result(self, result: StepResult) -> StepOutcome:
+        """Takes what a plan gave. Results come in the order of plans.
 
         Raises:
             ResultError: it is not the result of the oldest plan in flight: the link to the worker lost or invented one.
         """
         if not self._in_flight or result.epoch != self._epoch or result.step != self._in_flight[0].step:
             raise ResultError(f"result of step {result.step} is not the one awaited")
-        by_row = rows_of(result)
-        flight = self._in_flight.popleft()
+        flight = self._in_flight[0]
+        reading = read_result(flight, result, self.limits.logits_width)
         if result.prompt_logprobs or result.embeddings:
             self.prompt_parts.take([*result.prompt_logprobs, *result.embeddings], self.queues.open)
         self._is_stalled = False
         for request in flight.new_requests:
             if request.state is RequestState.RUNNING:
                 request.usage.enter_row(self.counters)
-        self.counters.steps += 1
-        self.counters.forward_us += result.forward_us
-        self.counters.step_us += result.step_us
-        self.counters.computed_tokens += flight.num_tokens
+        self.counters.count_step(result.forward_us, result.step_us, flight.num_tokens)
         self.reservations.estimate.on_step()
-        outcomes = []
-        for request, row, end, samples in zip(flight.requests, flight.rows, flight.ends, flight.samples, strict=True):
-            row_result = by_row.pop(row, None)
-            if request.state is RequestState.FINISHED:
-                self.counters.dropped_rows += row_result is not None
-                continue
-            if request.state is RequestState.RUNNING:
-                request.num_computed = end
-            if row_result is not None or samples:
-                outcome = self._apply_row(request, row_result, end)
-                if outcome is not None:
-                    outcomes.append(outcome)
-            elif request.prompt_end and end == request.compute_length:
-                outcomes.append(self._end_with_prompt(request))
-        self.counters.dropped_rows += len(by_row)  # rows that no plan asked for
-        return outcomes
+        runs = reading.march_on(self._lockstep, self._in_flight)
+        self._in_flight.popleft()
+        self._lockstep.clock.applied = flight.step + 1
+        self.counters.output_tokens += sum(map(len, runs))
+        return StepOutcome(self._take_rows(reading.rows, reading.by_row), runs)
 
     def flush_cache(self) -> int:
         """Empties the prefix cache of what no running request needs; returns the pages freed."""
@@ -221,6 +213,7 @@ class Core:
         running = list(self.queues.running.values())
         self.ledger.check(running)
         self._rows.check(request.row for request in running)
+        self._lockstep.check(running)
         check_cursors(self.open_requests, self._in_flight, self.limits.page_size)
 
     # ------------------------------------------------------------ planning
@@ -242,9 +235,15 @@ class Core:
 
         When nothing runs any more, a last plan without rows tells the worker which rows it need not keep.
         """
-        draft = StepDraft(self._num_planned_steps)
-        decodes, prefills = self._split_running()
-        appended = self.reservations.grow(decodes + prefills, self.queues.running.values(), self._retract)
+        lockstep = self._lockstep
+        decodes, prefills = lockstep.split(self.queues.running.values())
+        last, full = lockstep.take_due()
+        for request in last:
+            lockstep.leave(request, self._in_flight)
+        decodes += last
+        appended = self.reservations.grow(full, decodes + prefills, self.queues.running.values(), self._retract)
+        lockstep.schedule_again(full)
+        draft = StepDraft(lockstep.clock.planned, lockstep.marches())
         for request in decodes:
             if request.state is RequestState.RUNNING:
                 draft.add(request, 1)
@@ -253,30 +252,17 @@ class Core:
             if request.state is RequestState.RUNNING and budget:
                 budget -= draft.add_most(request, budget)
         self._admit(draft, budget)
-        if not draft.rows and not self._owes_release:
+        if not draft.num_tokens and not self._owes_release:
             self._is_stalled = True
             return None
         plan = draft.plan(self._epoch, self._rows.take_released(), appended)
         self._in_flight.append(draft.in_flight())
-        self._num_planned_steps += 1
+        lockstep.clock.planned += 1
         return plan
 
     @property
     def _owes_release(self) -> bool:
         return self._rows.has_released and not self.queues.running and not self._in_flight
-
-    def _split_running(self) -> tuple[list[Request], list[Request]]:
-        """The running requests that have something to compute: those with one token to go, and those with more.
-
-        Both in order of admission, so an answer that catches up with several ids of one result stands before prompts.
-        """
-        decodes: list[Request] = []
-        prefills: list[Request] = []
-        for request in self.queues.running.values():
-            if request.num_planned < request.compute_length:  # else all that it may produce is in flight
-                is_decode = request.num_expected - request.num_planned == 1
-                (decodes if is_decode else prefills).append(request)
-        return decodes, prefills
 
     def _retract(self, request: Request) -> None:
         self._leave_row(request, is_sound=True)
@@ -336,6 +322,24 @@ class Core:
 
     # ------------------------------------------------------------ results and ends
 
+    def _take_rows(self, rows: Iterable[FlightRow], by_row: dict[int, RowResult]) -> list[Produced]:
+        outcomes = []
+        for request, row, end, samples in rows:
+            row_result = by_row.pop(row, None)
+            if request.state is RequestState.FINISHED:
+                self.counters.dropped_rows += row_result is not None
+                continue
+            if request.state is RequestState.RUNNING:
+                request.num_computed = end
+            if row_result is not None or samples:
+                outcome = self._apply_row(request, row_result, end)
+                if outcome is not None:
+                    outcomes.append(outcome)
+            elif request.prompt_end and end == request.compute_length:
+                outcomes.append(self._end_with_prompt(request))
+        self.counters.dropped_rows += len(by_row)  # rows that no plan asked for
+        return outcomes
+
     def _apply_row(self, request: Request, row_result: RowResult | None, end: int) -> Produced | None:
         first_index = request.num_output
         problem = problem_of(request, row_result, end, self.limits.logits_width)
@@ -344,6 +348,8 @@ class Core:
             return self._finish(request, first_index, [], problem)
         if row_result is None or not row_result[3]:
             return None  # an earlier result brought several ids, the one that this plan would have sampled among them
+        if request.in_lockstep and len(row_result[3]) > 1:
+            self._lockstep.leave(request, self._in_flight)  # it has more than one token to go now
         token_ids, finish = request.extend(row_result[3])
         if request.logprobs is not None and row_result[5] is not None:
             request.logprobs.extend(row_result[5].cut(0, len(token_ids)))
@@ -383,6 +389,8 @@ class Core:
         return Produced(request, first_index, token_ids, finish)
 
     def _leave_row(self, request: Request, is_sound: bool) -> None:
+        if request.in_lockstep:
+            self._lockstep.leave(request, self._in_flight)
         request.usage.leave_row(self.counters, len(request.pages))
         self.ledger.release(request, is_sound)
         request.is_published = False

@@ -21,6 +21,13 @@ class CoreCounters:
     forward_us: int = 0
     step_us: int = 0
 
+    def count_step(self, forward_us: int, step_us: int, num_tokens: int) -> None:
+        """One step ended, which took so long by the worker's clock and computed so many tokens."""
+        self.steps += 1
+        self.forward_us += forward_us
+        self.step_us += step_us
+        self.computed_tokens += num_tokens
+
     def add(self, other: CoreCounters) -> None:
         """Adds what another core counted."""
         for field in fields(self):

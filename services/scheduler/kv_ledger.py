@@ -10,7 +10,7 @@ core's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from services.scheduler.page_pool import PagePool
 from services.scheduler.radix_cache import Node, RadixCache
@@ -85,6 +85,13 @@ class KvLedger:
         own = self._allocate(num_pages)
         if own is not None:
             request.pages += own
+        return own
+
+    def extend_each(self, requests: Sequence[Request]) -> list[int]:
+        """Gives each of these running requests one page more; returns the pages, none when there are too few."""
+        own = self._allocate(len(requests)) or []
+        for request, page in zip(requests, own, strict=False):
+            request.pages.append(page)
         return own
 
     def publish(self, request: Request) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from services.scheduler.request import Request
+from services.scheduler.request import TOKEN_BYTES, Request
+from services.wire.columns import unpack_int32, unpack_request_ids
 from services.wire.finish import Finish
 
 
@@ -16,3 +18,40 @@ class Produced:
     first_index: int
     token_ids: list[int]
     finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRun:
+    """One new token for each of many requests of a lane, none of which ends with it: columns of `TokensProduced`."""
+
+    lane: bytes
+    request_ids: bytes
+    attempts: bytes
+    first_indexes: bytes
+    token_ids: bytes
+    cached_tokens: bytes
+
+    def __len__(self) -> int:
+        return len(self.token_ids) // TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What the result of a step brought. A request stands in at most one run, or in `rows`."""
+
+    rows: list[Produced]
+    runs: list[TokenRun]
+
+    def spelled_out(self, requests: Mapping[bytes, Request]) -> Iterator[Produced]:
+        """All of it row by row.
+
+        Args:
+            requests: those that are open, by id.
+        """
+        for run in self.runs:
+            names = unpack_request_ids(run.request_ids)
+            for name, index, token_id in zip(
+                names, unpack_int32(run.first_indexes), unpack_int32(run.token_ids), strict=True
+            ):
+                yield Produced(requests[name], index, [token_id], Finish.NONE)
+        yield from self.rows

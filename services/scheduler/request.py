@@ -8,10 +8,14 @@ A request is an answer to be made (`n` answers are `n` requests). It has no sepa
                 KV confirmed by results ------------>|            |            |
                 KV that plans in flight compute ----------------->|            |
                 tokens known, and those that plans in flight sample ---------->|
+
+While it is a decode in step with others (`lockstep`), its cursors are not moved one by one: they follow from the step
+at which it joined and from the clock that all share.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 from services.scheduler.logprob_record import LogprobRecord
@@ -57,6 +61,14 @@ def is_producing(submit: Submit) -> bool:
     return submit.max_tokens > 0 and submit.prompt.task is Task.GENERATE
 
 
+@dataclass(slots=True, eq=False)
+class StepClock:
+    """How far a core is: steps [0, planned) were planned, the results of [0, applied) have come."""
+
+    planned: int = 0
+    applied: int = 0
+
+
 class Request:
     """The ids, cursors and pages of one request. The core changes it; nobody else does.
 
@@ -64,25 +76,29 @@ class Request:
         submit: the message that asked for it.
         max_length: prompt + output tokens at which it ends at the latest, >= the tokens it has.
         arrival: its place in the order of arrival.
+        lane: where its tokens go; those of one lane leave the core together.
     """
 
     __slots__ = (
+        "_clock",
+        "_last_step",
+        "_num_computed",
+        "_num_expected",
+        "_num_planned",
         "account",
         "arrival",
         "cached_tokens",
         "compute_length",
         "final_ids",
         "finish",
+        "is_plain",
         "is_published",
-        "last_step",
+        "joined_step",
+        "lane",
         "lock",
         "logprobs",
         "max_length",
         "min_length",
-        "num_computed",
-        "num_expected",
-        "num_output",
-        "num_planned",
         "num_prompt",
         "num_tree_pages",
         "pages",
@@ -98,19 +114,19 @@ class Request:
         "usage",
     )
 
-    def __init__(self, submit: Submit, max_length: int, arrival: int) -> None:
+    def __init__(self, submit: Submit, max_length: int, arrival: int, lane: bytes = b"") -> None:
         self.submit = submit
+        self.lane = lane
         self.arrival = arrival
         self.account = TenantAccount(0)  # its tenant's, once it is queued
         self.state = RequestState.WAITING
         self.finish = Finish.NONE
         self.token_bytes = bytearray(submit.prompt_token_ids + submit.output_token_ids)
         self.num_prompt = len(submit.prompt_token_ids) // TOKEN_BYTES
-        self.num_output = len(submit.output_token_ids) // TOKEN_BYTES
         self.max_length = max_length
         self.min_length = self.num_prompt + submit.text.min_tokens
         asks_logprobs = submit.sampling.num_logprobs != NO_LOGPROBS
-        self.logprobs = LogprobRecord(self.num_output) if asks_logprobs else None
+        self.logprobs = LogprobRecord(len(submit.output_token_ids) // TOKEN_BYTES) if asks_logprobs else None
         is_plain = submit.prompt == PLAIN_PROMPT
         self.prompt = None if is_plain else PromptRecord(submit.prompt, self.num_prompt)
         # Why it ends as soon as its known tokens are computed; NONE when it produces something.
@@ -119,10 +135,14 @@ class Request:
         self.compute_length = self.num_prompt + self.num_output if self.prompt_end else max_length - 1
         self.stop_ids = frozenset(unpack_int32(submit.stop_token_ids))
         self.final_ids = frozenset(unpack_int32(submit.final_token_ids))
-        self.num_computed = 0
-        self.num_planned = 0
-        self.num_expected = self.num_prompt + self.num_output
-        self.last_step = -1  # the last plan that it is part of
+        # Nothing but ids is wanted of it: as a decode it may go in lockstep.
+        self.is_plain = is_plain and not asks_logprobs and not self.prompt_end and submit.sampling.grammar is None
+        self._clock: StepClock | None = None  # the core's, while it goes in lockstep
+        self.joined_step = -1  # the first step of its present lockstep
+        self._num_computed = 0  # these four as they were when it joined
+        self._num_planned = 0
+        self._num_expected = self.num_tokens
+        self._last_step = -1
         self.row = -1
         self.pages: list[int] = []
         self.num_tree_pages = 0  # the first so many pages are the radix cache's, kept by `lock`
@@ -146,7 +166,70 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and output."""
-        return self.num_prompt + self.num_output
+        return len(self.token_bytes) // TOKEN_BYTES
+
+    @property
+    def num_output(self) -> int:
+        """Known output tokens."""
+        return len(self.token_bytes) // TOKEN_BYTES - self.num_prompt
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether every plan has one more token of it, without being told so."""
+        return self._clock is not None
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose KV results have confirmed."""
+        clock = self._clock
+        if clock is None or clock.applied <= self.joined_step:  # the results of steps before it joined are still coming
+            return self._num_computed
+        return self._num_planned + clock.applied - self.joined_step
+
+    @num_computed.setter
+    def num_computed(self, num_tokens: int) -> None:
+        self._num_computed = num_tokens
+
+    @property
+    def num_planned(self) -> int:
+        """Tokens whose KV is computed when all plans in flight have run."""
+        clock = self._clock
+        return self._num_planned if clock is None else self._num_planned + clock.planned - self.joined_step
+
+    @num_planned.setter
+    def num_planned(self, num_tokens: int) -> None:
+        self._num_planned = num_tokens
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens known, and those that plans in flight sample."""
+        clock = self._clock
+        return self._num_expected if clock is None else self._num_expected + clock.planned - self.joined_step
+
+    @num_expected.setter
+    def num_expected(self, num_tokens: int) -> None:
+        self._num_expected = num_tokens
+
+    @property
+    def last_step(self) -> int:
+        """The last plan that it is part of; -1 before the first."""
+        clock = self._clock
+        return self._last_step if clock is None or clock.planned == self.joined_step else clock.planned - 1
+
+    @last_step.setter
+    def last_step(self, step: int) -> None:
+        self._last_step = step
+
+    def join(self, clock: StepClock) -> None:
+        """From the next plan on it takes every step: its cursors follow the clock."""
+        self._clock, self.joined_step = clock, clock.planned
+
+    def leave(self) -> None:
+        """Its cursors stand still from now on, where the clock has brought them."""
+        computed, planned, expected = self.num_computed, self.num_planned, self.num_expected
+        self._last_step = self.last_step
+        self._clock = None
+        self._num_computed, self._num_planned, self._num_expected = computed, planned, expected
 
     @property
     def most_cached(self) -> int:
@@ -177,13 +260,11 @@ class Request:
         if len(token_ids) == 1:  # nearly always: the loop below for one id
             token_id = token_ids[0]
             self.token_bytes += token_id.to_bytes(TOKEN_BYTES, "little")
-            self.num_output += 1
             return token_ids, self._verdict(token_id)
         finish = Finish.NONE
         num_taken = 0
         for token_id in token_ids:
             self.token_bytes += token_id.to_bytes(TOKEN_BYTES, "little")
-            self.num_output += 1
             num_taken += 1
             finish = self._verdict(token_id)
             if finish:
@@ -208,7 +289,6 @@ class Request:
     def truncate_output(self, num_output: int) -> None:
         """Forgets the output tokens from index `num_output` on: the answer ended before them."""
         del self.token_bytes[(self.num_prompt + num_output) * TOKEN_BYTES :]
-        self.num_output = num_output
         if self.logprobs is not None:
             self.logprobs.truncate(num_output)
 
@@ -222,7 +302,7 @@ class Request:
 
     def _verdict(self, token_id: int) -> Finish:
         """What the newest token means: NONE, the end by an id, or by length. Below min_tokens only final ids end."""
-        num_tokens = self.num_prompt + self.num_output
+        num_tokens = self.num_tokens
         if token_id in self.stop_ids and (num_tokens > self.min_length or token_id in self.final_ids):
             return Finish.STOP_TOKEN
         return Finish.LENGTH if num_tokens >= self.max_length else Finish.NONE

@@ -5,7 +5,7 @@ It owns nothing: it looks at the ledger, the limits and the estimate of what ans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 
 from services.scheduler.admission import CoreLimits
 from services.scheduler.kv_ledger import KvLedger, LedgerError
@@ -44,21 +44,27 @@ class Reservations:
         return self._ledger.take(request, num_reserved + own_growth)
 
     def grow(
-        self, requests: Iterable[Request], running: Collection[Request], retract: Callable[[Request], None]
+        self,
+        full: Sequence[Request],
+        others: Sequence[Request],
+        running: Collection[Request],
+        retract: Callable[[Request], None],
     ) -> dict[int, list[int]]:
         """Gives pages to those that have filled theirs.
 
         Args:
-            requests: who will compute in this step.
+            full: who needs exactly one page for this step: they get them at once if there are enough.
+            others: who will compute in this step and may need some.
             running: all that run, always up to date.
             retract: takes one of them out, when there are too few pages.
 
         Returns:
             Row -> its new pages.
         """
-        appended: dict[int, list[int]] = {}
+        pages_of_full = self._ledger.extend_each(full)
+        appended = {request.row: [page] for request, page in zip(full, pages_of_full, strict=False)}
         page_size = self._limits.page_size
-        for request in requests:
+        for request in others if pages_of_full else [*full, *others]:
             if request.num_expected <= len(request.pages) * page_size:
                 continue
             num_missing = -(-request.num_expected // page_size) - len(request.pages)

@@ -96,7 +96,7 @@ class Router:
             return num_cached, -core.num_open
 
         worker = workers[0] if len(workers) == 1 else max(workers, key=preference)
-        record = Record(self.cores[worker].submit(submit), worker, tokenizer, detokenizer)
+        record = Record(self.cores[worker].submit(submit, detokenizer), worker, tokenizer, detokenizer)
         self._records[submit.request_id] = record
         self._num_open_of[detokenizer] += 1
         return record

@@ -190,7 +190,7 @@ class SchedulerService:
 
     def _take_result(self, peer: Peer, result: StepResult, now_s: float) -> None:
         try:
-            self._answers.produced(self._workers.take_result(peer, result, now_s), now_s)
+            self._answers.take(self._workers.take_result(peer, result, now_s), now_s)
         except ResultError as error:
             self._lose(peer, str(error), now_s)
 

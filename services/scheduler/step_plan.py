@@ -7,11 +7,13 @@ remember until the result comes is the `StepInFlight`. Neither decides anything.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
+from services.scheduler.formation import March
 from services.scheduler.request import Request
-from services.wire.columns import pack_int32
+from services.wire.columns import pack_int32, unpack_int32
 from services.wire.request_params import PLAIN_PROMPT
 from services.wire.steps import NewRow, StepPlan
 
@@ -19,9 +21,12 @@ MAX_NEW_ROW_IDS = 2**20  # token and page ids of new rows in a plan (4 MiB); the
 MAX_LOGPROB_TOKENS = 2**16  # of prompts whose log-probabilities are wanted, in a step: a result must fit a frame
 
 
+FlightRow: TypeAlias = tuple[Request, int, int, int]  # request, row, end, whether it samples: see `StepInFlight`
+
+
 @dataclass(slots=True)
 class StepInFlight:
-    """A plan whose result has not come. Position i of every list is one row of the step.
+    """A plan whose result has not come: first the rows in lockstep, then those of the lists, row i in each of them.
 
     `ends` is how many tokens of the request are computed once it came, `samples` whether it brings a token.
     `new_requests` got their row with it.
@@ -29,11 +34,28 @@ class StepInFlight:
 
     step: int
     num_tokens: int
+    marches: Sequence[March]
     requests: list[Request]
     rows: list[int]
     ends: list[int]
     samples: bytes
     new_requests: list[Request]
+
+    def apart(self) -> Iterator[FlightRow]:
+        """The rows that were planned one by one."""
+        return zip(self.requests, self.rows, self.ends, self.samples, strict=True)
+
+    def in_lockstep(self, march: March, places: Iterable[int]) -> Iterator[FlightRow]:
+        """Rows in lockstep, by their places."""
+        rows = unpack_int32(march.formation.rows)
+        for place in places:
+            yield march.formation.requests[place], rows[place], march.formation.starts[place] + self.step + 1, 1
+
+    def all_rows(self) -> Iterator[FlightRow]:
+        """Every row."""
+        for march in self.marches:
+            yield from self.in_lockstep(march, range(len(march)))
+        yield from self.apart()
 
 
 @dataclass(slots=True)
@@ -41,6 +63,7 @@ class StepDraft:
     """What the next step shall do. Adding a row moves the planned cursors of its request."""
 
     step: int
+    marches: Sequence[March] = ()
     num_tokens: int = 0
     requests: list[Request] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
@@ -52,6 +75,10 @@ class StepDraft:
     new_requests: list[Request] = field(default_factory=list)
     num_new_row_ids: int = 0
     num_logprob_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Counts those in lockstep."""
+        self.num_tokens += sum(map(len, self.marches))
 
     @property
     def has_room(self) -> bool:
@@ -106,7 +133,9 @@ class StepDraft:
     def in_flight(self) -> StepInFlight:
         """What to remember of it."""
         samples = bytes(self.samples)
-        return StepInFlight(self.step, self.num_tokens, self.requests, self.rows, self.ends, samples, self.new_requests)
+        return StepInFlight(
+            self.step, self.num_tokens, self.marches, self.requests, self.rows, self.ends, samples, self.new_requests
+        )  # fmt: skip
 
     def plan(self, epoch: int, released_rows: list[int], appended: dict[int, list[int]]) -> StepPlan:
         """The message.
@@ -116,6 +145,9 @@ class StepDraft:
             released_rows: rows whose request left since the last plan.
             appended: row -> pages that its table grew by since the last plan.
         """
+        formations = [march.formation for march in self.marches]
+        num_marching = sum(map(len, formations))
+        starts = [start for formation in formations for start in formation.starts_of(self.step)]
         return StepPlan(
             epoch=epoch,
             step=self.step,
@@ -124,11 +156,14 @@ class StepDraft:
             page_rows=pack_int32(appended),
             page_counts=pack_int32(map(len, appended.values())),
             page_ids=pack_int32(page for pages in appended.values() for page in pages),
-            rows=pack_int32(self.rows),
-            start_positions=pack_int32(self.starts),
-            num_new_tokens=pack_int32(self.counts),
-            samples=bytes(self.samples),
+            rows=b"".join([formation.rows for formation in formations]) + pack_int32(self.rows),
+            start_positions=pack_int32(starts + self.starts),
+            num_new_tokens=_ONE * num_marching + pack_int32(self.counts),
+            samples=b"\1" * num_marching + bytes(self.samples),
         )
+
+
+_ONE = pack_int32([1])
 
 
 class CursorError(Exception):
@@ -143,7 +178,7 @@ def check_cursors(requests: Iterable[Request], in_flight: Iterable[StepInFlight]
     num_sampled = Counter(
         request.request_id
         for flight in in_flight
-        for request, end, samples in zip(flight.requests, flight.ends, flight.samples, strict=True)
+        for request, _, end, samples in flight.all_rows()
         if samples and end >= request.num_tokens
     )
     for request in requests:

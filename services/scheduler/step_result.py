@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeAlias
 
 from services.scheduler.request import Request
-from services.wire.columns import split_by_counts, unpack_int32, unpack_request_ids
+from services.wire.columns import REQUEST_ID_BYTES, split_by_counts, unpack_int32, unpack_request_ids
 from services.wire.errors import ProtocolError
 from services.wire.finish import Finish
 from services.wire.logprob_columns import LogprobRun, runs_of_rows
@@ -21,12 +22,18 @@ class ResultError(Exception):
 RowResult: TypeAlias = tuple[bytes, int, int, list[int], Finish, LogprobRun | None]
 
 
-def rows_of(result: StepResult) -> dict[int, RowResult]:
+def rows_of(result: StepResult, first: int = 0) -> dict[int, RowResult]:
     """The rows of a result by their row number.
+
+    Args:
+        result: what the worker says.
+        first: where to begin; each row before has exactly one id and no log-probabilities.
 
     Raises:
         ResultError: the counts do not add up, a row comes twice, or a finish is none of ours.
     """
+    if first:
+        result = _from(result, first)
     rows = unpack_int32(result.rows)
     try:
         counts = unpack_int32(result.counts)
@@ -47,6 +54,20 @@ def rows_of(result: StepResult) -> dict[int, RowResult]:
     return by_row
 
 
+def _from(result: StepResult, first: int) -> StepResult:
+    return replace(
+        result,
+        rows=result.rows[4 * first :],
+        request_ids=result.request_ids[REQUEST_ID_BYTES * first :],
+        attempts=result.attempts[4 * first :],
+        first_indexes=result.first_indexes[4 * first :],
+        counts=result.counts[4 * first :],
+        token_ids=result.token_ids[4 * first :],
+        finishes=result.finishes[first:],
+        logprob_counts=result.logprob_counts[4 * first :],
+    )
+
+
 def problem_of(request: Request, row_result: RowResult | None, end: int, logits_width: int) -> Finish:
     """Why this row fails alone: what the worker said, or an answer that cannot be this request's.
 
@@ -57,7 +78,7 @@ def problem_of(request: Request, row_result: RowResult | None, end: int, logits_
             brought several ids, the token there may be known by now: then the plan gives none.
         logits_width: ids that the worker can produce are [0, logits_width).
     """
-    is_known = end < request.num_prompt + request.num_output
+    is_known = end < request.num_tokens
     if row_result is None:
         return Finish.NONE if is_known else Finish.INTERNAL_ERROR
     request_id, attempt, first_index, token_ids, finish, logprobs = row_result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TenantAccount:
     """Tokens computed and produced for a tenant, and its open requests."""
 

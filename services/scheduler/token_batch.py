@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.scheduler.outcomes import TokenRun
 from services.scheduler.request import Request
 from services.wire.answers import TokensProduced
 from services.wire.columns import pack_int32
@@ -15,13 +16,14 @@ MAX_IDS_OF_A_ROW = 4_096  # a longer run, an answer that is sent again, becomes 
 
 
 class TokenBatch:
-    """New ids of many answers for one detokenizer."""
+    """New ids of many answers for one detokenizer, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[bytes, int, int, int, int, int]] = []
         self._token_ids: list[int] = []
         self._logprobs: dict[int, LogprobRun] = {}  # by place of the row: of those who asked
-        self._num_logprobs = 0
+        self._num_ids = 0  # of rows and parts; those of log-probabilities count twice
+        self._parts: list[TokensProduced] = []
         self._full: list[TokensProduced] = []
 
     def add(self, request: Request, first_index: int, token_ids: list[int], finish: Finish) -> None:
@@ -37,17 +39,37 @@ class TokenBatch:
         if request.logprobs is not None and token_ids:
             run = request.logprobs.between(first_index, first_index + len(token_ids))
             self._logprobs[len(self._rows)] = run
-            self._num_logprobs += run.num_entries
+            self._num_ids += 2 * run.num_entries
         self._rows.append((submit.request_id, submit.attempt, first_index, len(token_ids), finish, cached_tokens))
         self._token_ids += token_ids
-        if len(self._token_ids) + 2 * self._num_logprobs >= MAX_IDS:
-            self._close()
+        self._count(len(token_ids))
+
+    def add_run(self, run: TokenRun) -> None:
+        """Adds a row for each request of a run."""
+        self._end_rows()
+        num_rows = len(run)
+        self._parts.append(
+            TokensProduced(
+                request_ids=run.request_ids,
+                attempts=run.attempts,
+                first_indexes=run.first_indexes,
+                counts=_ONE * num_rows,
+                token_ids=run.token_ids,
+                finishes=bytes(num_rows),
+                cached_tokens=run.cached_tokens,
+            )
+        )
+        self._count(num_rows)
 
     def messages(self) -> list[TokensProduced]:
         """What was added, in order: one message, unless many long answers are sent again."""
-        if self._rows:
-            self._close()
+        self._close()
         return self._full
+
+    def _count(self, num_ids: int) -> None:
+        self._num_ids += num_ids
+        if self._num_ids >= MAX_IDS:
+            self._close()
 
     def _add_in_pieces(self, request: Request, first_index: int, token_ids: list[int], finish: Finish) -> None:
         for start in range(0, len(token_ids), MAX_IDS_OF_A_ROW):
@@ -55,12 +77,15 @@ class TokenBatch:
             is_last = start + len(piece) == len(token_ids)
             self.add(request, first_index + start, piece, finish if is_last else Finish.NONE)
 
-    def _close(self) -> None:
+    def _end_rows(self) -> None:
+        """Makes a part of the rows so far."""
+        if not self._rows:
+            return
         request_ids, attempts, first_indexes, counts, finishes, cached_tokens = zip(*self._rows, strict=True)
         logprobs = (b"", b"", b"")
         if self._logprobs:
             logprobs = join_logprobs([self._logprobs.get(place) for place in range(len(counts))], counts)
-        self._full.append(
+        self._parts.append(
             TokensProduced(
                 request_ids=b"".join(request_ids),
                 attempts=pack_int32(attempts),
@@ -74,4 +99,32 @@ class TokenBatch:
                 logprobs=logprobs[2],
             )
         )
-        self._rows, self._token_ids, self._logprobs, self._num_logprobs = [], [], {}, 0
+        self._rows, self._token_ids, self._logprobs = [], [], {}
+
+    def _close(self) -> None:
+        self._end_rows()
+        parts, self._parts, self._num_ids = self._parts, [], 0
+        if parts:
+            self._full.append(parts[0] if len(parts) == 1 else _joined(parts))
+
+
+_ONE = pack_int32([1])
+
+
+def _joined(parts: list[TokensProduced]) -> TokensProduced:
+    """One message with the rows of all; where some have log-probabilities, the ids of the others have none."""
+    logprob_counts = b""
+    if any(part.logprob_counts for part in parts):
+        logprob_counts = b"".join([part.logprob_counts or bytes(len(part.token_ids)) for part in parts])
+    return TokensProduced(
+        request_ids=b"".join([part.request_ids for part in parts]),
+        attempts=b"".join([part.attempts for part in parts]),
+        first_indexes=b"".join([part.first_indexes for part in parts]),
+        counts=b"".join([part.counts for part in parts]),
+        token_ids=b"".join([part.token_ids for part in parts]),
+        finishes=b"".join([part.finishes for part in parts]),
+        cached_tokens=b"".join([part.cached_tokens for part in parts]),
+        logprob_counts=logprob_counts,
+        logprob_ids=b"".join([part.logprob_ids for part in parts]),
+        logprobs=b"".join([part.logprobs for part in parts]),
+    )

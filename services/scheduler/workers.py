@@ -16,7 +16,7 @@ from services.scheduler.admission import WHOLE_PROMPTS, CoreLimits
 from services.scheduler.core import Core
 from services.scheduler.core_counters import CoreCounters
 from services.scheduler.membership import GreetingRefusedError, Peer
-from services.scheduler.outcomes import Produced
+from services.scheduler.outcomes import Produced, StepOutcome
 from services.scheduler.router import Router
 from services.scheduler.step_result import ResultError
 from services.wire.members import WorkerCard
@@ -128,7 +128,7 @@ class Workers:
         del self._stall_limits_s[peer.routing_id], self._progress_s[peer.routing_id]
         return self.router.remove_worker(peer.routing_id)
 
-    def take_result(self, peer: Peer, result: StepResult, now_s: float) -> list[Produced]:
+    def take_result(self, peer: Peer, result: StepResult, now_s: float) -> StepOutcome:
         """Applies a result. One of a plan that a former scheduler made is dropped.
 
         Raises:
@@ -136,15 +136,15 @@ class Workers:
         """
         if result.epoch != self._epoch:
             self.router.num_stale += 1
-            return []
+            return StepOutcome([], [])
         core = self.router.cores.get(peer.routing_id)
         if core is None:
             raise ResultError("a result of a worker that never showed its card")
-        produced = core.apply_result(result)
+        outcome = core.take_result(result)
         self._progress_s[peer.routing_id] = now_s
         if not core.num_in_flight:
             peer.silence_limit_s = SILENCE_LIMIT_S
-        return produced
+        return outcome
 
     def plan(self, peers: Iterable[Peer], now_s: float) -> list[Peer]:
         """Sends every worker the grammars to compile, and as many plans as it may have; none during a pause.

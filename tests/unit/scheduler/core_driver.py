@@ -64,6 +64,7 @@ class Driver:
 
     limits: CoreLimits
     is_reckless: bool = False
+    in_lockstep: bool = True
     answers: dict[bytes, Answer] = field(default_factory=dict)
     asks: list[CompileGrammar] = field(default_factory=list)
     """Grammars that the worker was asked for and has not answered."""
@@ -71,7 +72,7 @@ class Driver:
 
     def __post_init__(self) -> None:
         limits = self.limits
-        self.core = Core(limits, EPOCH)
+        self.core = Core(limits, EPOCH, self.in_lockstep)
         if self.is_reckless:
             self.core.reservations.estimate = RecklessEstimate()
         self.worker = FakeWorker(limits.num_pages, limits.page_size, limits.max_rows, limits.token_budget)

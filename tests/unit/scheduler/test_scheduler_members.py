@@ -184,10 +184,10 @@ def test_prc_05_a_fault_in_one_submit_is_a_500_for_it_alone(monkeypatch: pytest.
         core = next(iter(pipeline.group.service._router.cores.values()))
         submit = core.submit
 
-        def fault(message: Submit) -> object:
+        def fault(message: Submit, lane: bytes) -> object:
             if message.request_id == id_of(1):
                 raise RuntimeError("injected")
-            return submit(message)
+            return submit(message, lane)
 
         monkeypatch.setattr(core, "submit", fault)
         pipeline.tokenizer.send(new_submit(1, PROMPT, 5))

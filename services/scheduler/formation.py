@@ -1,0 +1,175 @@
+"""scheduler: decodes that go in lockstep, as columns: what a step of theirs is made of, and what it brings.
+
+A `Formation` never changes: who joins or leaves makes another one, by cutting and joining bytes. A `March` is a
+formation in one step that is in flight. Position i of every column is one request; a column that depends on the step is
+kept as numbers to which the step is added.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import iadd
+from typing import TypeVar
+
+from services.scheduler.outcomes import TokenRun
+from services.scheduler.request import TOKEN_BYTES, Request
+from services.scheduler.tenants import TenantAccount
+from services.wire.columns import REQUEST_ID_BYTES, pack_int32
+from services.wire.steps import StepResult
+
+T = TypeVar("T")
+_INT = TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Formation:
+    """The requests of one lane that go in lockstep.
+
+    In step s request i computes position `starts[i]` + s and samples the output token of index `first_indexes[i]` + s.
+    """
+
+    lane: bytes
+    requests: list[Request] = field(default_factory=list)
+    buffers: list[bytearray] = field(default_factory=list)  # their ids
+    starts: list[int] = field(default_factory=list)
+    first_indexes: list[int] = field(default_factory=list)
+    rows: bytes = b""
+    request_ids: bytes = b""
+    attempts: bytes = b""
+    cached_tokens: bytes = b""
+    accounts: dict[TenantAccount, int] = field(default_factory=dict)  # how many requests of each tenant
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def joined_by(self, requests: list[Request]) -> Formation:
+        """With these behind the others; they have joined at the step that is planned next."""
+        starts = [request.num_planned - request.joined_step for request in requests]
+        first_indexes = [start + 1 - request.num_prompt for start, request in zip(starts, requests, strict=True)]
+        accounts = dict(self.accounts)
+        for request in requests:
+            accounts[request.account] = accounts.get(request.account, 0) + 1
+        return Formation(
+            lane=self.lane,
+            requests=self.requests + requests,
+            buffers=self.buffers + [request.token_bytes for request in requests],
+            starts=self.starts + starts,
+            first_indexes=self.first_indexes + first_indexes,
+            rows=self.rows + pack_int32(request.row for request in requests),
+            request_ids=self.request_ids + b"".join([request.request_id for request in requests]),
+            attempts=self.attempts + pack_int32(request.attempt for request in requests),
+            cached_tokens=self.cached_tokens + pack_int32(max(request.cached_tokens, 0) for request in requests),
+            accounts=accounts,
+        )
+
+    def without(self, place: int) -> Formation:
+        """Without the request at that place."""
+        accounts = dict(self.accounts)
+        account = self.requests[place].account
+        accounts[account] -= 1
+        if not accounts[account]:
+            del accounts[account]
+        gone = (place,)
+        return Formation(
+            lane=self.lane,
+            requests=_cut_list(self.requests, gone),
+            buffers=_cut_list(self.buffers, gone),
+            starts=_cut_list(self.starts, gone),
+            first_indexes=_cut_list(self.first_indexes, gone),
+            rows=_cut(self.rows, gone, _INT),
+            request_ids=_cut(self.request_ids, gone, REQUEST_ID_BYTES),
+            attempts=_cut(self.attempts, gone, _INT),
+            cached_tokens=_cut(self.cached_tokens, gone, _INT),
+            accounts=accounts,
+        )
+
+    def starts_of(self, step: int) -> list[int]:
+        """The positions that a step computes."""
+        return [start + step for start in self.starts]
+
+    def indexes_of(self, step: int) -> bytes:
+        """The output indexes that a step samples, as a column."""
+        return pack_int32([index + step for index in self.first_indexes])
+
+
+@dataclass(slots=True)
+class March:
+    """A formation in one step that is in flight; those at the places of `left` go their own ways by now."""
+
+    formation: Formation
+    left: set[int] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self.formation)
+
+    def leave(self, request: Request) -> None:
+        """A request of the formation leaves the lockstep before the result has come."""
+        self.left.add(self.formation.requests.index(request))
+
+    def take(self, id_column: bytes, first_indexes: bytes) -> TokenRun:
+        """Writes the ids down for all who have not left; those are taken one by one.
+
+        Args:
+            id_column: one for each request.
+            first_indexes: their output indexes.
+        """
+        formation, apart = self.formation, self.left
+        buffers, requests = formation.buffers, formation.requests
+        request_ids, attempts, cached_tokens = formation.request_ids, formation.attempts, formation.cached_tokens
+        if apart:
+            places = sorted(apart)
+            buffers = _cut_list(buffers, places)
+            id_column, first_indexes = _cut(id_column, places, _INT), _cut(first_indexes, places, _INT)
+            request_ids = _cut(request_ids, places, REQUEST_ID_BYTES)
+            attempts, cached_tokens = _cut(attempts, places, _INT), _cut(cached_tokens, places, _INT)
+        pieces = [id_column[start : start + _INT] for start in range(0, len(id_column), _INT)]
+        deque(map(iadd, buffers, pieces), maxlen=0)  # buffer += piece, for each of them
+        for account, num_requests in formation.accounts.items():
+            account.served_tokens += num_requests
+        for place in apart:
+            requests[place].account.served_tokens -= 1
+        return TokenRun(formation.lane, request_ids, attempts, first_indexes, id_column, cached_tokens)
+
+
+def marching_ids(marches: Sequence[March], result: StepResult) -> bytes | None:
+    """The column of ids of those that went in lockstep, if the result begins with exactly one id for each of them.
+
+    Else None: something in it is special, and it must be read row by row.
+    """
+    num_rows = sum(map(len, marches))
+    num_bytes = num_rows * _INT
+    step = result.step
+    fits = (
+        result.rows.startswith(_joined(marches, lambda march: march.formation.rows))
+        and result.request_ids.startswith(_joined(marches, lambda march: march.formation.request_ids))
+        and result.attempts.startswith(_joined(marches, lambda march: march.formation.attempts))
+        and result.first_indexes.startswith(_joined(marches, lambda march: march.formation.indexes_of(step)))
+        and result.counts.startswith(_ONE * num_rows)
+        and result.finishes.startswith(bytes(num_rows))
+        and (not result.logprob_counts or result.logprob_counts.startswith(bytes(num_bytes)))
+    )
+    return result.token_ids[:num_bytes] if fits else None
+
+
+_ONE = pack_int32([1])
+
+
+def _joined(marches: Iterable[March], column: Callable[[March], bytes]) -> bytes:
+    return b"".join([column(march) for march in marches])
+
+
+def _cut(column: bytes, places: Sequence[int], width: int) -> bytes:
+    """The column without the items at these ascending places."""
+    kept = bytearray(column)
+    for place in reversed(places):
+        del kept[place * width : (place + 1) * width]
+    return bytes(kept)
+
+
+def _cut_list(items: list[T], places: Sequence[int]) -> list[T]:
+    kept = items.copy()
+    for place in reversed(places):
+        del kept[place]
+    return kept
