@@ -111,12 +111,15 @@ class Answers:
 
     def acknowledge(self, message: Acknowledge) -> None:
         """Tokenizers have written down what came so far."""
-        indexes = unpack_int32(message.next_indexes)
-        attempts = unpack_int32(message.attempts)
-        for request_id, attempt, index in zip(unpack_request_ids(message.request_ids), attempts, indexes, strict=True):
-            record = self.router.find(request_id, attempt)
+        request_ids = unpack_request_ids(message.request_ids)
+        places = [place for place, name in enumerate(request_ids) if self.router.may_be_forgotten(name)]
+        if not places:  # nearly always: those that go on are kept
+            return
+        attempts, indexes = unpack_int32(message.attempts), unpack_int32(message.next_indexes)
+        for place in places:
+            record = self.router.find(request_ids[place], attempts[place])
             if record is not None:
-                self.router.acknowledge(record, index)
+                self.router.acknowledge(record, indexes[place])
 
     def tokenizer_lost(self, tokenizer: bytes, now_s: float) -> None:
         """Its clients are gone: their requests end. The records stay for a while, should somebody come for them."""

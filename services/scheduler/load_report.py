@@ -68,6 +68,11 @@ class LoadPacer:
         self._sent: Load | None = None
         self._is_behind = False  # what was sent last is true no more
 
+    def may_be_due(self, now_s: float) -> bool:
+        """Whether `is_due` could say yes now, so that the load is worth summing up; if not, it may change unseen."""
+        self._is_behind = now_s - self._sent_s < CHANGED_INTERVAL_S
+        return not self._is_behind
+
     def is_due(self, load: Load, now_s: float) -> bool:
         """Whether to send `load` now. The time since the last token alone is no change."""
         changed = self._sent is None or _without_times(load) != _without_times(self._sent)

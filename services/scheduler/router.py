@@ -135,6 +135,10 @@ class Router:
         request.finish = Finish.STOP_STRING
         return True
 
+    def may_be_forgotten(self, request_id: bytes) -> bool:
+        """Whether an acknowledgement of this request changes anything: it has ended, or is not known."""
+        return request_id in self._ended or request_id not in self._records
+
     def acknowledge(self, record: Record, next_index: int) -> None:
         """The tokenizer has all ids below `next_index`: an ended request that has no more is forgotten."""
         if not record.request.is_alive and next_index >= record.request.num_output:

@@ -261,6 +261,8 @@ class SchedulerService:
     # ------------------------------------------------------------ times
 
     def _tell_load(self, now_s: float) -> None:
+        if not self._pacer.may_be_due(now_s):
+            return
         cores = list(self._router.cores.values())
         state = self._group.state
         if state is State.READY and not (self._ready(Role.GPU_WORKER) and self._ready(Role.DETOKENIZER)):

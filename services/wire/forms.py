@@ -172,7 +172,10 @@ def _optional(hint: Any, bounds: tuple[Any, ...]) -> Form:
 
 
 def _tuple(hint: Any, most: int) -> Form:
-    item = _compile(typing.get_args(hint)[0])
+    inner = typing.get_args(hint)[0]
+    if _most_bytes_of(inner) is not None:
+        return _strings(most, cast(int, _most_bytes_of(inner)))
+    item = _compile(inner)
     read_item, write_item = item.read, item.write
 
     def write(value: Any) -> list[Any]:
@@ -184,6 +187,30 @@ def _tuple(hint: Any, most: int) -> Form:
     return Form(lambda reader: tuple([read_item(reader) for _ in range(reader.array_header(most))]), write)
 
 
+def _most_bytes_of(hint: Any) -> int | None:
+    """The most bytes of a string field; None for any other."""
+    if hint is str:
+        return _DEFAULT_MAX_STR
+    is_string = typing.get_origin(hint) is typing.Annotated and typing.get_args(hint)[0] is str
+    return _limit(typing.get_args(hint)[1:], _DEFAULT_MAX_STR) if is_string else None
+
+
+def _strings(most: int, most_bytes: int) -> Form:
+    """A tuple of strings, read and checked in one go: each step has one for each answer."""
+    write_item = _string(most_bytes).write
+
+    def write(value: Any) -> list[str]:
+        _require(value, tuple)
+        if len(value) > most:
+            raise ProtocolError(f"{len(value)} items, limit {most}")
+        for item in value:
+            if type(item) is not str or 4 * len(item) > most_bytes:
+                write_item(item)
+        return list(value)
+
+    return Form(lambda reader: tuple(reader.short_strings(most, most_bytes)), write)
+
+
 def _number_map(most: int) -> Form:
     key = _string(MAX_KEY_BYTES)
 
@@ -191,9 +218,14 @@ def _number_map(most: int) -> Form:
         _require(value, dict)
         if len(value) > most:
             raise ProtocolError(f"{len(value)} entries, limit {most}")
-        return {key.write(name): _write_number(number) for name, number in value.items()}
+        for name, number in value.items():
+            if type(name) is not str or 4 * len(name) > MAX_KEY_BYTES:
+                key.write(name)
+            if type(number) is not float or not math.isfinite(number):
+                _write_number(number)
+        return cast(dict[str, float], value)
 
-    return Form(lambda reader: {key.read(reader): reader.number() for _ in range(reader.map_header(most))}, write)
+    return Form(lambda reader: reader.number_map(most, MAX_KEY_BYTES), write)
 
 
 def _enum(hint: type[enum.Enum]) -> Form:

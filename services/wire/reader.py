@@ -110,10 +110,57 @@ class Reader:
 
     def byte_string(self, most: int) -> bytes:
         """The next value, which must be at most `most` bytes."""
-        length = self._length(_BYTES, "bytes")
+        frame, position = self._frame, self._position
+        kind = frame[position]
+        size = _BYTES.get(kind)
+        if size is None:
+            raise _unexpected("bytes", kind)
+        start = position + 1 + size
+        if start > len(frame):
+            raise ProtocolError("frame ends early")
+        length = frame[position + 1] if size == 1 else int.from_bytes(frame[position + 1 : start], "big")
         if length > most:
             raise ProtocolError(f"{length} bytes, limit {most}")
-        return self._take(length)
+        end = self._position = start + length
+        if end > len(frame):
+            raise ProtocolError("frame ends early")
+        return frame[start:end]
+
+    def short_strings(self, most: int, most_bytes: int) -> list[str]:
+        """An array of at most `most` strings of at most `most_bytes`: the same as reading them one by one."""
+        num_strings = self.array_header(most)
+        frame = self._frame
+        strings: list[str] = []
+        for _ in range(num_strings):
+            position = self._position
+            length = frame[position] - 0xA0
+            if 0 <= length <= 0x1F and length <= most_bytes and position + length < len(frame):  # nearly always
+                self._position = position + 1 + length
+                strings.append(frame[position + 1 : position + 1 + length].decode())
+            else:
+                strings.append(self.string(most_bytes))
+        return strings
+
+    def number_map(self, most: int, most_bytes: int) -> dict[str, float]:
+        """A map of at most `most` names of at most `most_bytes` to numbers: the same as reading them one by one."""
+        num_entries = self.map_header(most)
+        frame = self._frame
+        num_bytes = len(frame)
+        entries: dict[str, float] = {}
+        for _ in range(num_entries):
+            position = self._position
+            kind = frame[position]
+            start = position + 2 if kind == 0xD9 else position + 1
+            length = frame[position + 1] if kind == 0xD9 else kind - 0xA0
+            end = start + length
+            is_usual = kind == 0xD9 or 0 <= length <= 0x1F
+            if is_usual and length <= most_bytes and end + 9 <= num_bytes and frame[end] == _FLOAT64:  # nearly always
+                self._position = end
+                name = frame[start:end].decode()
+            else:
+                name = self.string(most_bytes)
+            entries[name] = self.number()
+        return entries
 
     def array_header(self, most: int) -> int:
         """The number of items of the array that begins here, at most `most`."""
