@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from operator import iadd
 from typing import TypeVar
 
+import numpy as np
+
 from services.scheduler.outcomes import TokenRun
 from services.scheduler.request import TOKEN_BYTES, Request
 from services.scheduler.tenants import TenantAccount
@@ -21,6 +23,7 @@ from services.wire.steps import StepResult
 
 T = TypeVar("T")
 _INT = TOKEN_BYTES
+_LONG = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +36,8 @@ class Formation:
     lane: bytes
     requests: list[Request] = field(default_factory=list)
     buffers: list[bytearray] = field(default_factory=list)  # their ids
-    starts: list[int] = field(default_factory=list)
-    first_indexes: list[int] = field(default_factory=list)
+    starts: bytes = b""  # int64
+    first_indexes: bytes = b""  # int64
     rows: bytes = b""
     request_ids: bytes = b""
     attempts: bytes = b""
@@ -55,8 +58,8 @@ class Formation:
             lane=self.lane,
             requests=self.requests + requests,
             buffers=self.buffers + [request.token_bytes for request in requests],
-            starts=self.starts + starts,
-            first_indexes=self.first_indexes + first_indexes,
+            starts=self.starts + np.array(starts, "<i8").tobytes(),
+            first_indexes=self.first_indexes + np.array(first_indexes, "<i8").tobytes(),
             rows=self.rows + pack_int32(request.row for request in requests),
             request_ids=self.request_ids + b"".join([request.request_id for request in requests]),
             attempts=self.attempts + pack_int32(request.attempt for request in requests),
@@ -76,8 +79,8 @@ class Formation:
             lane=self.lane,
             requests=_cut_list(self.requests, gone),
             buffers=_cut_list(self.buffers, gone),
-            starts=_cut_list(self.starts, gone),
-            first_indexes=_cut_list(self.first_indexes, gone),
+            starts=_cut(self.starts, gone, _LONG),
+            first_indexes=_cut(self.first_indexes, gone, _LONG),
             rows=_cut(self.rows, gone, _INT),
             request_ids=_cut(self.request_ids, gone, REQUEST_ID_BYTES),
             attempts=_cut(self.attempts, gone, _INT),
@@ -85,13 +88,13 @@ class Formation:
             accounts=accounts,
         )
 
-    def starts_of(self, step: int) -> list[int]:
-        """The positions that a step computes."""
-        return [start + step for start in self.starts]
+    def starts_of(self, step: int) -> bytes:
+        """The positions that a step computes, as an int32 column."""
+        return _plus(self.starts, step)
 
     def indexes_of(self, step: int) -> bytes:
-        """The output indexes that a step samples, as a column."""
-        return pack_int32([index + step for index in self.first_indexes])
+        """The output indexes that a step samples, as an int32 column."""
+        return _plus(self.first_indexes, step)
 
 
 @dataclass(slots=True)
@@ -154,6 +157,10 @@ def marching_ids(marches: Sequence[March], result: StepResult) -> bytes | None:
 
 
 _ONE = pack_int32([1])
+
+
+def _plus(column: bytes, step: int) -> bytes:
+    return (np.frombuffer(column, "<i8") + step).astype("<i4").tobytes()
 
 
 def _joined(marches: Iterable[March], column: Callable[[March], bytes]) -> bytes:

@@ -170,7 +170,7 @@ class Lockstep:
                 and formation.request_ids == b"".join(request.request_id for request in requests)
                 and formation.attempts == pack_int32(request.attempt for request in requests)
                 and formation.cached_tokens == pack_int32(max(request.cached_tokens, 0) for request in requests)
-                and formation.starts_of(step) == [request.num_planned for request in requests]
+                and formation.starts_of(step) == pack_int32(request.num_planned for request in requests)
                 and formation.indexes_of(step)
                 == pack_int32(request.num_planned + 1 - request.num_prompt for request in requests)
                 and all(

@@ -47,9 +47,10 @@ class StepInFlight:
 
     def in_lockstep(self, march: March, places: Iterable[int]) -> Iterator[FlightRow]:
         """Rows in lockstep, by their places."""
-        rows = unpack_int32(march.formation.rows)
+        formation = march.formation
+        rows, starts = unpack_int32(formation.rows), unpack_int32(formation.starts_of(self.step))
         for place in places:
-            yield march.formation.requests[place], rows[place], march.formation.starts[place] + self.step + 1, 1
+            yield formation.requests[place], rows[place], starts[place] + 1, 1
 
     def all_rows(self) -> Iterator[FlightRow]:
         """Every row."""
@@ -147,7 +148,7 @@ class StepDraft:
         """
         formations = [march.formation for march in self.marches]
         num_marching = sum(map(len, formations))
-        starts = [start for formation in formations for start in formation.starts_of(self.step)]
+        starts = b"".join([formation.starts_of(self.step) for formation in formations])
         return StepPlan(
             epoch=epoch,
             step=self.step,
@@ -157,7 +158,7 @@ class StepDraft:
             page_counts=pack_int32(map(len, appended.values())),
             page_ids=pack_int32(page for pages in appended.values() for page in pages),
             rows=b"".join([formation.rows for formation in formations]) + pack_int32(self.rows),
-            start_positions=pack_int32(starts + self.starts),
+            start_positions=starts + pack_int32(self.starts),
             num_new_tokens=_ONE * num_marching + pack_int32(self.counts),
             samples=b"\1" * num_marching + bytes(self.samples),
         )

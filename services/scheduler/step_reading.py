@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
+
 from services.scheduler.formation import March, marching_ids
 from services.scheduler.lockstep import Lockstep
 from services.scheduler.outcomes import TokenRun
@@ -28,12 +30,14 @@ class StepReading:
     Attributes:
         flight: its step.
         column: the ids of those in lockstep; None when something about these is special.
+        indexes: their output indexes.
         rows: the rows of the step that are to be taken one by one; complete after `march_on`.
         by_row: what the worker said of these.
     """
 
     flight: StepInFlight
     column: bytes | None
+    indexes: bytes
     rows: Iterable[FlightRow]
     by_row: dict[int, RowResult]
 
@@ -50,16 +54,17 @@ class StepReading:
         runs: list[TokenRun] = []
         start = 0
         for march in self.flight.marches:
-            column = self.column[start : start + TOKEN_BYTES * len(march)]
-            start += len(column)
+            cut = slice(start, start + TOKEN_BYTES * len(march))
+            column, indexes = self.column[cut], self.indexes[cut]
+            start = cut.stop
             ids = unpack_int32(column)
             if not lockstep.stop_ids.isdisjoint(ids):
                 self._let_go(march, ids, lockstep, in_flight)
-            run = march.take(column, march.formation.indexes_of(self.flight.step))
+            run = march.take(column, indexes)
             if run:
                 runs.append(run)
             if march.left:
-                self._take_out(march, ids)
+                self._take_out(march, ids, unpack_int32(indexes))
         return runs
 
     def _let_go(self, march: March, ids: list[int], lockstep: Lockstep, in_flight: Collection[StepInFlight]) -> None:
@@ -68,13 +73,11 @@ class StepReading:
             if token_id in request.stop_ids and place not in march.left:
                 lockstep.leave(request, in_flight)
 
-    def _take_out(self, march: March, ids: list[int]) -> None:
+    def _take_out(self, march: March, ids: list[int], indexes: list[int]) -> None:
         """Puts those that have left with the rows that are taken one by one."""
-        step, formation = self.flight.step, march.formation
         rows = list(self.flight.in_lockstep(march, sorted(march.left)))
         for place, (request, row, _, _) in zip(sorted(march.left), rows, strict=True):
-            index = formation.first_indexes[place] + step
-            self.by_row[row] = (request.request_id, request.attempt, index, [ids[place]], Finish.NONE, None)
+            self.by_row[row] = (request.request_id, request.attempt, indexes[place], [ids[place]], Finish.NONE, None)
         self.rows = chain(rows, self.rows)
 
 
@@ -90,10 +93,10 @@ def read_result(flight: StepInFlight, result: StepResult, logits_width: int) -> 
         ResultError: it does not hold together.
     """
     column = marching_ids(flight.marches, result)
-    if column is None or max(unpack_int32(column), default=0) >= logits_width:
-        return StepReading(flight, None, flight.all_rows(), rows_of(result))
+    if column is None or np.frombuffer(column, "<i4").max(initial=0) >= logits_width:
+        return StepReading(flight, None, b"", flight.all_rows(), rows_of(result))
     num_marching = len(column) // TOKEN_BYTES
     by_row = rows_of(result, num_marching)
     if by_row and not by_row.keys().isdisjoint(unpack_int32(result.rows[: len(column)])):
         raise ResultError(f"result of step {result.step} names a row twice")
-    return StepReading(flight, column, flight.apart(), by_row)
+    return StepReading(flight, column, result.first_indexes[: len(column)], flight.apart(), by_row)
