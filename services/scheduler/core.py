@@ -56,7 +56,7 @@ class Core:
         self._in_flight: deque[StepInFlight] = deque()
         self._started: list[Request] = []
         self._num_arrived = 0
-        self._lockstep = Lockstep(limits.page_size, in_lockstep)
+        self._lockstep = Lockstep(limits.page_size, limits.max_rows, in_lockstep)
         self._is_stalled = False  # the last plan came out empty, and nothing has happened since
 
     # ------------------------------------------------------------ what the shell reads
@@ -194,7 +194,7 @@ class Core:
         self.reservations.estimate.on_step()
         runs = reading.march_on(self._lockstep, self._in_flight)
         self._in_flight.popleft()
-        self._lockstep.clock.applied = flight.step + 1
+        self._lockstep.advance()
         self.counters.output_tokens += sum(map(len, runs))
         return StepOutcome(self._take_rows(reading.rows, reading.by_row), runs)
 

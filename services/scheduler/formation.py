@@ -7,13 +7,12 @@ kept as numbers to which the step is added.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import iadd
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.scheduler.outcomes import TokenRun
 from services.scheduler.request import TOKEN_BYTES, Request
@@ -35,7 +34,6 @@ class Formation:
 
     lane: bytes
     requests: list[Request] = field(default_factory=list)
-    buffers: list[bytearray] = field(default_factory=list)  # their ids
     starts: bytes = b""  # int64
     first_indexes: bytes = b""  # int64
     rows: bytes = b""
@@ -57,7 +55,6 @@ class Formation:
         return Formation(
             lane=self.lane,
             requests=self.requests + requests,
-            buffers=self.buffers + [request.token_bytes for request in requests],
             starts=self.starts + np.array(starts, "<i8").tobytes(),
             first_indexes=self.first_indexes + np.array(first_indexes, "<i8").tobytes(),
             rows=self.rows + pack_int32(request.row for request in requests),
@@ -78,7 +75,6 @@ class Formation:
         return Formation(
             lane=self.lane,
             requests=_cut_list(self.requests, gone),
-            buffers=_cut_list(self.buffers, gone),
             starts=_cut(self.starts, gone, _LONG),
             first_indexes=_cut(self.first_indexes, gone, _LONG),
             rows=_cut(self.rows, gone, _INT),
@@ -111,28 +107,27 @@ class March:
         """A request of the formation leaves the lockstep before the result has come."""
         self.left.add(self.formation.requests.index(request))
 
-    def take(self, id_column: bytes, first_indexes: bytes) -> TokenRun:
-        """Writes the ids down for all who have not left; those are taken one by one.
+    def take(self, log: NDArray[np.int32], id_column: bytes, first_indexes: bytes) -> TokenRun:
+        """Logs the ids of all who have not left; those are taken one by one.
 
         Args:
+            log: the clock's ids of this step, by row. That of a request that has left is nobody's: who has its row now
+                joined later.
             id_column: one for each request.
             first_indexes: their output indexes.
         """
         formation, apart = self.formation, self.left
-        buffers, requests = formation.buffers, formation.requests
+        log[np.frombuffer(formation.rows, "<i4")] = np.frombuffer(id_column, "<i4")
         request_ids, attempts, cached_tokens = formation.request_ids, formation.attempts, formation.cached_tokens
         if apart:
             places = sorted(apart)
-            buffers = _cut_list(buffers, places)
             id_column, first_indexes = _cut(id_column, places, _INT), _cut(first_indexes, places, _INT)
             request_ids = _cut(request_ids, places, REQUEST_ID_BYTES)
             attempts, cached_tokens = _cut(attempts, places, _INT), _cut(cached_tokens, places, _INT)
-        pieces = [id_column[start : start + _INT] for start in range(0, len(id_column), _INT)]
-        deque(map(iadd, buffers, pieces), maxlen=0)  # buffer += piece, for each of them
         for account, num_requests in formation.accounts.items():
             account.served_tokens += num_requests
         for place in apart:
-            requests[place].account.served_tokens -= 1
+            formation.requests[place].account.served_tokens -= 1
         return TokenRun(formation.lane, request_ids, attempts, first_indexes, id_column, cached_tokens)
 
 

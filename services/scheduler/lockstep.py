@@ -17,7 +17,7 @@ from typing import Protocol
 
 from services.scheduler.formation import Formation, March
 from services.scheduler.queues import QueueError
-from services.scheduler.request import Request, StepClock
+from services.scheduler.request import LOGGED_STEPS, Request, StepClock
 from services.wire.columns import pack_int32
 
 REST_STEPS = 32  # how long nobody joins after a result that was not one id for each
@@ -40,11 +40,12 @@ class Lockstep:
 
     Args:
         page_size: tokens of a page.
+        max_rows: rows of the worker.
         is_open: whether anybody may join; if not, this is a clock.
     """
 
-    def __init__(self, page_size: int, is_open: bool = True) -> None:
-        self.clock = StepClock()
+    def __init__(self, page_size: int, max_rows: int, is_open: bool = True) -> None:
+        self.clock = StepClock(max_rows)
         self.num_requests = 0
         self.stop_ids: frozenset[int] = frozenset()
         """All ids that end one of the requests."""
@@ -116,6 +117,15 @@ class Lockstep:
                 self.leave(request, in_flight)
         self._rests_until = self.clock.planned + REST_STEPS
 
+    def advance(self) -> None:
+        """The result of one more step has been taken."""
+        clock = self.clock
+        clock.applied += 1
+        if clock.applied % LOGGED_STEPS == 0:
+            for formation in self._formations.values():
+                for request in formation.requests:
+                    request.write_down()
+
     def take_due(self) -> tuple[list[Request], list[Request]]:
         """Whom the next plan must look at: those who have their last token to go, and those whose pages are full."""
         last: list[Request] = []
@@ -173,9 +183,6 @@ class Lockstep:
                 and formation.starts_of(step) == pack_int32(request.num_planned for request in requests)
                 and formation.indexes_of(step)
                 == pack_int32(request.num_planned + 1 - request.num_prompt for request in requests)
-                and all(
-                    buffer is request.token_bytes for buffer, request in zip(formation.buffers, requests, strict=True)
-                )
                 and formation.accounts == Counter(request.account for request in requests)
             )
             if not is_right:

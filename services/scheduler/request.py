@@ -15,8 +15,9 @@ at which it joined and from the clock that all share.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+
+import numpy as np
 
 from services.scheduler.logprob_record import LogprobRecord
 from services.scheduler.prompt_record import PromptRecord
@@ -27,6 +28,8 @@ from services.wire.columns import unpack_int32
 from services.wire.finish import Finish
 from services.wire.request_params import NO_LOGPROBS, PLAIN_PROMPT, Task
 from services.wire.requests import Submit
+
+LOGGED_STEPS = 64
 
 
 class RequestState(Enum):
@@ -61,12 +64,20 @@ def is_producing(submit: Submit) -> bool:
     return submit.max_tokens > 0 and submit.prompt.task is Task.GENERATE
 
 
-@dataclass(slots=True, eq=False)
 class StepClock:
-    """How far a core is: steps [0, planned) were planned, the results of [0, applied) have come."""
+    """How far a core is: steps [0, planned) were planned, the results of [0, applied) have come.
 
-    planned: int = 0
-    applied: int = 0
+    It holds the ids that the last steps gave to requests in lockstep, by step and row, until these write them down:
+    `ids[step % LOGGED_STEPS, row]`. When `applied` is a multiple of LOGGED_STEPS all must have done so.
+    """
+
+    __slots__ = ("applied", "ids", "planned")
+
+    def __init__(self, max_rows: int) -> None:
+        """`max_rows`: of the worker."""
+        self.planned = 0
+        self.applied = 0
+        self.ids = np.zeros((LOGGED_STEPS, max_rows), "<i4")
 
 
 class Request:
@@ -85,6 +96,8 @@ class Request:
         "_num_computed",
         "_num_expected",
         "_num_planned",
+        "_token_bytes",
+        "_written_step",
         "account",
         "arrival",
         "cached_tokens",
@@ -110,7 +123,6 @@ class Request:
         "state",
         "stop_ids",
         "submit",
-        "token_bytes",
         "usage",
     )
 
@@ -121,7 +133,9 @@ class Request:
         self.account = TenantAccount(0)  # its tenant's, once it is queued
         self.state = RequestState.WAITING
         self.finish = Finish.NONE
-        self.token_bytes = bytearray(submit.prompt_token_ids + submit.output_token_ids)
+        self._token_bytes = bytearray(submit.prompt_token_ids + submit.output_token_ids)
+        self._clock: StepClock | None = None  # the core's, while it goes in lockstep
+        self._written_step = -1  # the first step whose id is not in `_token_bytes` yet
         self.num_prompt = len(submit.prompt_token_ids) // TOKEN_BYTES
         self.max_length = max_length
         self.min_length = self.num_prompt + submit.text.min_tokens
@@ -137,7 +151,6 @@ class Request:
         self.final_ids = frozenset(unpack_int32(submit.final_token_ids))
         # Nothing but ids is wanted of it: as a decode it may go in lockstep.
         self.is_plain = is_plain and not asks_logprobs and not self.prompt_end and submit.sampling.grammar is None
-        self._clock: StepClock | None = None  # the core's, while it goes in lockstep
         self.joined_step = -1  # the first step of its present lockstep
         self._num_computed = 0  # these four as they were when it joined
         self._num_planned = 0
@@ -162,6 +175,16 @@ class Request:
     def attempt(self) -> int:
         """Which submission of the request this is."""
         return self.submit.attempt
+
+    @property
+    def token_bytes(self) -> bytearray:
+        """The known ids as an int32 column, prompt and output; it is the request's own."""
+        clock = self._clock
+        if clock is not None and clock.applied > self._written_step:
+            first, num_steps = self._written_step % LOGGED_STEPS, clock.applied - self._written_step
+            self._token_bytes += clock.ids[first : first + num_steps, self.row].tobytes()
+            self._written_step = clock.applied
+        return self._token_bytes
 
     @property
     def num_tokens(self) -> int:
@@ -222,10 +245,15 @@ class Request:
 
     def join(self, clock: StepClock) -> None:
         """From the next plan on it takes every step: its cursors follow the clock."""
-        self._clock, self.joined_step = clock, clock.planned
+        self._clock, self.joined_step, self._written_step = clock, clock.planned, clock.planned
+
+    def write_down(self) -> None:
+        """Takes over the ids that the clock holds for it."""
+        _ = self.token_bytes
 
     def leave(self) -> None:
         """Its cursors stand still from now on, where the clock has brought them."""
+        self.write_down()
         computed, planned, expected = self.num_computed, self.num_planned, self.num_expected
         self._last_step = self.last_step
         self._clock = None
@@ -257,14 +285,15 @@ class Request:
         Returns:
             Those that count, and why the request ends with them, if it does.
         """
+        known = self.token_bytes
         if len(token_ids) == 1:  # nearly always: the loop below for one id
             token_id = token_ids[0]
-            self.token_bytes += token_id.to_bytes(TOKEN_BYTES, "little")
+            known += token_id.to_bytes(TOKEN_BYTES, "little")
             return token_ids, self._verdict(token_id)
         finish = Finish.NONE
         num_taken = 0
         for token_id in token_ids:
-            self.token_bytes += token_id.to_bytes(TOKEN_BYTES, "little")
+            known += token_id.to_bytes(TOKEN_BYTES, "little")
             num_taken += 1
             finish = self._verdict(token_id)
             if finish:

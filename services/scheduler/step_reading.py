@@ -15,7 +15,7 @@ import numpy as np
 from services.scheduler.formation import March, marching_ids
 from services.scheduler.lockstep import Lockstep
 from services.scheduler.outcomes import TokenRun
-from services.scheduler.request import TOKEN_BYTES
+from services.scheduler.request import LOGGED_STEPS, TOKEN_BYTES
 from services.scheduler.step_plan import FlightRow, StepInFlight
 from services.scheduler.step_result import ResultError, RowResult, rows_of
 from services.wire.columns import unpack_int32
@@ -60,7 +60,7 @@ class StepReading:
             ids = unpack_int32(column)
             if not lockstep.stop_ids.isdisjoint(ids):
                 self._let_go(march, ids, lockstep, in_flight)
-            run = march.take(column, indexes)
+            run = march.take(lockstep.clock.ids[self.flight.step % LOGGED_STEPS], column, indexes)
             if run:
                 runs.append(run)
             if march.left:
