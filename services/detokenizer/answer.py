@@ -92,6 +92,26 @@ class AnswerDecoder:
         self.text_offset += len(text) if text.isascii() else len(text.encode())
         return AnswerChunk(first_index, token_ids, text, text_offset, finish, stop)
 
+    def goes_on_at(self, first_index: int) -> bool:
+        """Whether `take_next` may have an id of that index: the cursor stands there."""
+        return first_index == self.next_index and not self._has_ended
+
+    def take_next(self, token_id: int) -> str | AnswerChunk:
+        """The text that the id at the cursor completes: what `advance` with it alone gives, with nothing around it.
+
+        Where it completes a stop string, the whole chunk: the answer has ended.
+        """
+        text = self._decoder.decode(token_id)
+        self.next_index += 1
+        matcher, text_offset = self._matcher, self.text_offset
+        if matcher is not None:
+            text = matcher.feed(text, self.next_index >= self._min_tokens)
+        self.text_offset += len(text) if text.isascii() else len(text.encode())
+        if matcher is None or matcher.found is None:
+            return text
+        self._has_ended = True
+        return AnswerChunk(self.next_index - 1, [token_id], text, text_offset, Finish.STOP_STRING, matcher.found)
+
     def _drop_known(self, num_known: int, token_ids: Sequence[int], finish: Finish) -> Sequence[int]:
         if num_known < 0:
             raise ProtocolError(f"{-num_known} ids are missing")
@@ -126,3 +146,17 @@ class AnswerDecoder:
             if matcher.found is None:
                 shown.append(matcher.flush())
         return "".join(shown)
+
+
+@dataclass(slots=True, eq=False)
+class OpenAnswer:
+    """An answer beside what is remembered of it: whose it is, its times, and what was asked for again."""
+
+    attempt: int
+    tokenizer: bytes
+    decoder: AnswerDecoder
+    started_unix_s: float
+    sums_at_start: tuple[float, float]
+    num_chunks: int = 0
+    asked_index: int = -1
+    num_rows_since_ask: int = 0

@@ -10,13 +10,14 @@ It must never let one answer's fault touch another: a row that raises ends its o
 from __future__ import annotations
 
 import logging
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from services.detokenizer.answer import AnswerChunk, AnswerDecoder
+from services.detokenizer.answer import AnswerChunk, AnswerDecoder, OpenAnswer
 from services.detokenizer.incremental import TokenPieces
 from services.detokenizer.outgoing import Outgoing
+from services.detokenizer.together import advance_together, may_go_together
 from services.detokenizer.turn_times import EndedAnswer, TurnTimes
 from services.runtime.logs import about
 from services.wire.answers import DecodeOpen, TokensProduced
@@ -25,6 +26,7 @@ from services.wire.finish import Finish
 from services.wire.logprob_columns import LogprobRun, runs_of_rows
 
 _Row: TypeAlias = tuple[int, list[int], Finish, LogprobRun | None]  # first index, ids, why it ends, log-probabilities
+_BatchRow: TypeAlias = tuple[bytes, int, int, list[int], Finish, int, LogprobRun | None]
 K = TypeVar("K")
 V = TypeVar("V")
 _log = logging.getLogger(__name__)
@@ -35,18 +37,6 @@ MAX_UNKNOWN_REMEMBERED = 4_096
 MAX_IDS_OF_A_CHUNK = 4_096
 IDS_UNDER_WAY = 16  # how far past a stop string ids may come before the scheduler is told of it again
 ROWS_BETWEEN_ASKS = 64  # a gap is asked for once, and again only if so many rows came without an answer
-
-
-@dataclass(slots=True)
-class _OpenAnswer:
-    attempt: int
-    tokenizer: bytes
-    decoder: AnswerDecoder
-    started_unix_s: float
-    sums_at_start: tuple[float, float]
-    num_chunks: int = 0
-    asked_index: int = -1
-    num_rows_since_ask: int = 0
 
 
 @dataclass(slots=True)
@@ -65,9 +55,11 @@ class Statistics:
 class Decoders:
     """The table of open answers by request id."""
 
-    def __init__(self, pieces: TokenPieces) -> None:
+    def __init__(self, pieces: TokenPieces, goes_together: bool = True) -> None:
+        """`goes_together`: whether plain rows are taken as columns; if not, one by one, to the same end."""
+        self._goes_together = goes_together
         self._pieces = pieces
-        self._open: dict[bytes, _OpenAnswer] = {}
+        self._open: dict[bytes, OpenAnswer] = {}
         self._ended: dict[bytes, tuple[int, int | None]] = {}  # attempt, end index if by a stop string
         self._unknown: dict[tuple[bytes, int], int] = {}  # (request id, attempt) -> rows since asked
         self._outgoing = Outgoing()
@@ -101,11 +93,12 @@ class Decoders:
         self._unknown.pop((request_id, attempt), None)
         try:
             decoder = AnswerDecoder(self._pieces, message.text)
-        except Exception:
-            self._fail(request_id, attempt, message.tokenizer, _ending_at(0, 0, Finish.INTERNAL_ERROR))
+        except Exception as error:
+            ending = _ending_at(0, 0, Finish.INTERNAL_ERROR)
+            self._fail(request_id, attempt, message.tokenizer, ending, error)
             return
         self._ended.pop(request_id, None)
-        self._open[request_id] = _OpenAnswer(attempt, message.tokenizer, decoder, unix_s, self.times.sums)
+        self._open[request_id] = OpenAnswer(attempt, message.tokenizer, decoder, unix_s, self.times.sums)
 
     def advance(self, batch: TokensProduced) -> None:
         """Feeds every row to its answer.
@@ -113,8 +106,11 @@ class Decoders:
         Raises:
             ProtocolError: the columns do not fit together; no row was taken.
         """
+        taken = self._advance_together(batch) if self._goes_together and may_go_together(batch) else None
+        if taken is not None and all(taken):
+            return
         counts = unpack_int32(batch.counts)
-        rows = zip(
+        rows: Iterable[_BatchRow] = zip(
             unpack_request_ids(batch.request_ids),
             unpack_int32(batch.attempts),
             unpack_int32(batch.first_indexes),
@@ -124,6 +120,8 @@ class Decoders:
             runs_of_rows(batch, counts),
             strict=True,
         )
+        if taken is not None:
+            rows = [row for row, is_taken in zip(rows, taken, strict=True) if not is_taken]
         for request_id, attempt, first_index, token_ids, finish, cached_tokens, logprobs in rows:
             answer = self._open.get(request_id)
             if answer is None or answer.attempt != attempt:
@@ -134,6 +132,18 @@ class Decoders:
                 self._take_long_row(request_id, answer, (first_index, token_ids, finish, logprobs), cached_tokens)
             else:
                 self._take_row(request_id, answer, (first_index, token_ids, finish, logprobs), cached_tokens)
+
+    def _advance_together(self, batch: TokensProduced) -> bytearray:
+        taken = advance_together(batch, self._open)
+        for tokenizer, run in taken.runs.items():
+            self._outgoing.add_rows(tokenizer, run)
+        for request_id, answer, chunk, cached_tokens in taken.stopped:
+            self._outgoing.add_chunk(answer.tokenizer, request_id, answer.attempt, chunk, cached_tokens)
+            self._end(request_id, answer, chunk)
+        for request_id, answer, text_offset, error in taken.failed:
+            ending = _ending_at(answer.decoder.next_index, text_offset, Finish.INTERNAL_ERROR)
+            self._fail(request_id, answer.attempt, answer.tokenizer, ending, error)
+        return taken.is_taken
 
     def drop_tokenizers(self, gone: Set[bytes]) -> None:
         """Forgets the answers of these tokenizer processes: nobody can read them."""
@@ -159,7 +169,7 @@ class Decoders:
             self._remember_ended(request_id, answer.attempt, None)
         self._open.clear()
 
-    def _take_long_row(self, request_id: bytes, answer: _OpenAnswer, row: _Row, cached_tokens: int) -> None:
+    def _take_long_row(self, request_id: bytes, answer: OpenAnswer, row: _Row, cached_tokens: int) -> None:
         """A replay, in pieces: a chunk must stay far below the limit of a frame."""
         first_index, token_ids, finish, logprobs = row
         for start in range(0, len(token_ids), MAX_IDS_OF_A_CHUNK):
@@ -170,15 +180,15 @@ class Decoders:
                 piece_row = (first_index + start, piece, finish if is_last else Finish.NONE, piece_logprobs)
                 self._take_row(request_id, answer, piece_row, cached_tokens)
 
-    def _take_row(self, request_id: bytes, answer: _OpenAnswer, row: _Row, cached_tokens: int) -> None:
+    def _take_row(self, request_id: bytes, answer: OpenAnswer, row: _Row, cached_tokens: int) -> None:
         decoder = answer.decoder
         next_index, text_offset = decoder.next_index, decoder.text_offset
         first_index, token_ids, finish, logprobs = row
         try:
             chunk = decoder.advance(first_index, token_ids, finish)
-        except Exception:
+        except Exception as error:
             ending = _ending_at(next_index, text_offset, Finish.INTERNAL_ERROR)
-            self._fail(request_id, answer.attempt, answer.tokenizer, ending)
+            self._fail(request_id, answer.attempt, answer.tokenizer, ending, error)
             return
         if chunk is None:
             self.statistics.num_old_rows += 1
@@ -191,7 +201,7 @@ class Decoders:
         if chunk.finish is not Finish.NONE:
             self._end(request_id, answer, chunk)
 
-    def _end(self, request_id: bytes, answer: _OpenAnswer, chunk: AnswerChunk) -> None:
+    def _end(self, request_id: bytes, answer: OpenAnswer, chunk: AnswerChunk) -> None:
         del self._open[request_id]
         end_index = None
         if chunk.finish is Finish.STOP_STRING:
@@ -222,7 +232,7 @@ class Decoders:
         if attempt == ended_attempt and end_index is not None and first_index >= end_index + IDS_UNDER_WAY:
             self._outgoing.stops_found[request_id, attempt] = end_index  # the scheduler never heard of it
 
-    def _ask_again(self, request_id: bytes, answer: _OpenAnswer) -> None:
+    def _ask_again(self, request_id: bytes, answer: OpenAnswer) -> None:
         next_index = answer.decoder.next_index
         answer.num_rows_since_ask += 1
         if answer.asked_index == next_index and answer.num_rows_since_ask < ROWS_BETWEEN_ASKS:
@@ -239,9 +249,10 @@ class Decoders:
             self._outgoing.resends.append((request_id, attempt, 0))
             self.statistics.num_resends_asked += 1
 
-    def _fail(self, request_id: bytes, attempt: int, tokenizer: bytes, chunk: AnswerChunk) -> None:
-        """Called while an exception is handled: this answer ends here, both sides are told, the others go on."""
-        _log.exception("attempt %d of %r could not be decoded", attempt, tokenizer, extra=about(request_id))
+    def _fail(self, request_id: bytes, attempt: int, tokenizer: bytes, chunk: AnswerChunk, error: Exception) -> None:
+        """This answer ends here, both sides are told, the others go on."""
+        told = about(request_id)
+        _log.error("attempt %d of %r could not be decoded", attempt, tokenizer, exc_info=error, extra=told)
         self._open.pop(request_id, None)
         self._outgoing.add_chunk(tokenizer, request_id, attempt, chunk, 0)
         self._outgoing.failures.append((request_id, attempt))

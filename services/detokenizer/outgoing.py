@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import chain
 
 from services.detokenizer.answer import AnswerChunk
+from services.detokenizer.together import TogetherRows
 from services.detokenizer.turn_times import EndedAnswer
 from services.wire.answers import DecodeFailed, StopFound, TextChunks
 from services.wire.columns import pack_int32, pack_request_ids
@@ -17,17 +18,19 @@ from services.wire.logprob_columns import join_logprobs
 from services.wire.requests import Resend
 
 MAX_ROWS = 65_536  # of one TextChunks message
+_ROW_BYTES = 64  # of one row, ids and text apart: MAX_ROWS of them are as many bytes as MAX_CHUNK_BYTES
 MAX_CHUNK_BYTES = 4 * 1024 * 1024  # where another message begins; a quarter of the largest frame
 
 
 class ChunkRows:
     """The rows for one tokenizer; they become columns when all are there, which is cheaper than ten appends a row."""
 
-    __slots__ = ("_has_logprobs", "_most_bytes", "_rows", "num_tokens")
+    __slots__ = ("_has_logprobs", "_rows", "most_bytes", "num_tokens")
 
     def __init__(self) -> None:
         self._rows: list[tuple[bytes, int, int, AnswerChunk]] = []
-        self._most_bytes = 0  # of ids, log-probabilities and texts, counting four bytes a character
+        self.most_bytes = 0
+        """Of all columns, counting four bytes a character."""
         self._has_logprobs = False
         self.num_tokens = 0
 
@@ -39,17 +42,17 @@ class ChunkRows:
     @property
     def is_full(self) -> bool:
         """Whether the next row belongs into another message."""
-        return self._most_bytes > MAX_CHUNK_BYTES or len(self._rows) == MAX_ROWS
+        return self.most_bytes > MAX_CHUNK_BYTES or len(self._rows) == MAX_ROWS
 
     def add(self, request_id: bytes, attempt: int, cached_tokens: int, chunk: AnswerChunk) -> None:
         """One more row."""
         self._rows.append((request_id, attempt, cached_tokens, chunk))
         num_ids = len(chunk.token_ids)
         self.num_tokens += num_ids
-        self._most_bytes += 4 * (num_ids + len(chunk.text))
+        self.most_bytes += _ROW_BYTES + 4 * (num_ids + len(chunk.text))
         if chunk.logprobs is not None:
             self._has_logprobs = True
-            self._most_bytes += 4 * num_ids + 8 * chunk.logprobs.num_entries
+            self.most_bytes += 4 * num_ids + 8 * chunk.logprobs.num_entries
 
     def message(self) -> TextChunks:
         """The rows as they travel."""
@@ -83,7 +86,7 @@ class Outgoing:
 
     def __init__(self) -> None:
         self._rows_of: dict[bytes, ChunkRows] = {}
-        self._full: list[tuple[bytes, ChunkRows]] = []
+        self._full: list[tuple[bytes, ChunkRows | TogetherRows]] = []
         self.stops_found: dict[tuple[bytes, int], int] = {}  # (request id, attempt) -> end index
         self.failures: list[tuple[bytes, int]] = []  # request id, attempt
         self.resends: list[tuple[bytes, int, int]] = []  # request id, attempt, first index
@@ -100,6 +103,12 @@ class Outgoing:
         if rows.is_full:
             self._full.append((tokenizer, self._rows_of.pop(tokenizer)))
 
+    def add_rows(self, tokenizer: bytes, rows: TogetherRows) -> None:
+        """Rows that are a message of their own, behind what was added before."""
+        if tokenizer in self._rows_of:
+            self._full.append((tokenizer, self._rows_of.pop(tokenizer)))
+        self._full.append((tokenizer, rows))
+
     @property
     def num_rows(self) -> int:
         """Chunks in all messages."""
@@ -112,7 +121,17 @@ class Outgoing:
 
     def for_tokenizers(self) -> list[tuple[bytes, TextChunks]]:
         """(identity, message) in the order in which they must be sent."""
-        return [(tokenizer, rows.message()) for tokenizer, rows in self._all_rows()]
+        messages: list[tuple[bytes, TextChunks]] = []
+        parts_of: dict[bytes, list[TextChunks]] = {}
+        num_bytes: dict[bytes, int] = {}
+        for tokenizer, rows in self._all_rows():
+            parts = parts_of.setdefault(tokenizer, [])
+            if parts and num_bytes[tokenizer] + rows.most_bytes > MAX_CHUNK_BYTES:
+                messages.append((tokenizer, _joined(parts)))
+                parts.clear()
+            num_bytes[tokenizer] = rows.most_bytes + (num_bytes[tokenizer] if parts else 0)
+            parts.append(rows.message())
+        return messages + [(tokenizer, _joined(parts)) for tokenizer, parts in parts_of.items()]
 
     def for_scheduler(self) -> list[StopFound | DecodeFailed | Resend]:
         """What the scheduler must hear, stops first: they free pages."""
@@ -128,8 +147,33 @@ class Outgoing:
             messages.append(Resend(*_three_columns(self.resends)))
         return messages
 
-    def _all_rows(self) -> list[tuple[bytes, ChunkRows]]:
+    def _all_rows(self) -> list[tuple[bytes, ChunkRows | TogetherRows]]:
         return [*self._full, *self._rows_of.items()]
+
+
+def _joined(parts: list[TextChunks]) -> TextChunks:
+    """One message with the rows of all; where some have log-probabilities, the ids of the others have none."""
+    if len(parts) == 1:
+        return parts[0]
+    logprob_counts = b""
+    if any(part.logprob_counts for part in parts):
+        logprob_counts = b"".join([part.logprob_counts or bytes(len(part.token_ids)) for part in parts])
+    return TextChunks(
+        request_ids=b"".join([part.request_ids for part in parts]),
+        attempts=b"".join([part.attempts for part in parts]),
+        first_indexes=b"".join([part.first_indexes for part in parts]),
+        counts=b"".join([part.counts for part in parts]),
+        token_ids=b"".join([part.token_ids for part in parts]),
+        text_offsets=b"".join([part.text_offsets for part in parts]),
+        texts=tuple(chain.from_iterable([part.texts for part in parts])),
+        finishes=b"".join([part.finishes for part in parts]),
+        completion_tokens=b"".join([part.completion_tokens for part in parts]),
+        cached_tokens=b"".join([part.cached_tokens for part in parts]),
+        stops=tuple(chain.from_iterable([part.stops for part in parts])),
+        logprob_counts=logprob_counts,
+        logprob_ids=b"".join([part.logprob_ids for part in parts]),
+        logprobs=b"".join([part.logprobs for part in parts]),
+    )
 
 
 def _three_columns(rows: list[tuple[bytes, int, int]]) -> tuple[bytes, bytes, bytes]:

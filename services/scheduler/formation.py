@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from services.scheduler.outcomes import TokenRun
 from services.scheduler.request import TOKEN_BYTES, Request
 from services.scheduler.tenants import TenantAccount
-from services.wire.columns import REQUEST_ID_BYTES, pack_int32
+from services.wire.columns import REQUEST_ID_BYTES, pack_int32, without_places
 from services.wire.steps import StepResult
 
 T = TypeVar("T")
@@ -75,12 +75,12 @@ class Formation:
         return Formation(
             lane=self.lane,
             requests=_cut_list(self.requests, gone),
-            starts=_cut(self.starts, gone, _LONG),
-            first_indexes=_cut(self.first_indexes, gone, _LONG),
-            rows=_cut(self.rows, gone, _INT),
-            request_ids=_cut(self.request_ids, gone, REQUEST_ID_BYTES),
-            attempts=_cut(self.attempts, gone, _INT),
-            cached_tokens=_cut(self.cached_tokens, gone, _INT),
+            starts=without_places(self.starts, gone, _LONG),
+            first_indexes=without_places(self.first_indexes, gone, _LONG),
+            rows=without_places(self.rows, gone, _INT),
+            request_ids=without_places(self.request_ids, gone, REQUEST_ID_BYTES),
+            attempts=without_places(self.attempts, gone, _INT),
+            cached_tokens=without_places(self.cached_tokens, gone, _INT),
             accounts=accounts,
         )
 
@@ -121,9 +121,9 @@ class March:
         request_ids, attempts, cached_tokens = formation.request_ids, formation.attempts, formation.cached_tokens
         if apart:
             places = sorted(apart)
-            id_column, first_indexes = _cut(id_column, places, _INT), _cut(first_indexes, places, _INT)
-            request_ids = _cut(request_ids, places, REQUEST_ID_BYTES)
-            attempts, cached_tokens = _cut(attempts, places, _INT), _cut(cached_tokens, places, _INT)
+            ints = (id_column, first_indexes, attempts, cached_tokens)
+            id_column, first_indexes, attempts, cached_tokens = (without_places(each, places, _INT) for each in ints)
+            request_ids = without_places(request_ids, places, REQUEST_ID_BYTES)
         for account, num_requests in formation.accounts.items():
             account.served_tokens += num_requests
         for place in apart:
@@ -160,14 +160,6 @@ def _plus(column: bytes, step: int) -> bytes:
 
 def _joined(marches: Iterable[March], column: Callable[[March], bytes]) -> bytes:
     return b"".join([column(march) for march in marches])
-
-
-def _cut(column: bytes, places: Sequence[int], width: int) -> bytes:
-    """The column without the items at these ascending places."""
-    kept = bytearray(column)
-    for place in reversed(places):
-        del kept[place * width : (place + 1) * width]
-    return bytes(kept)
 
 
 def _cut_list(items: list[T], places: Sequence[int]) -> list[T]:

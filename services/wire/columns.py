@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from services.wire.errors import ProtocolError
@@ -63,6 +63,14 @@ def split_by_counts(values: list[int], counts: list[int]) -> list[list[int]]:
     if start != len(values):
         raise ProtocolError(f"counts add up to {start}, column holds {len(values)}")
     return runs
+
+
+def without_places(column: bytes, places: Sequence[int], item_bytes: int) -> bytes:
+    """The column without its items at these places, which ascend."""
+    kept = bytearray(column)
+    for place in reversed(places):
+        del kept[place * item_bytes : (place + 1) * item_bytes]
+    return bytes(kept)
 
 
 def _filled(values: array[Number], column: bytes) -> array[Number]:

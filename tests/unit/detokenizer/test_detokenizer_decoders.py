@@ -115,8 +115,8 @@ def test_each_tokenizer_gets_one_message_with_its_rows(decoders: Decoders) -> No
     sent = taken(decoders)
     assert sent.chunks == {
         LEFT: [
+            Row(C, 0, 0, [2], 0, "three ", Finish.NONE, 0, 7),  # plain rows go before others of their batch
             Row(A, 0, 0, [0, 3], 0, "one ", Finish.NONE, 0, 7),
-            Row(C, 0, 0, [2], 0, "three ", Finish.NONE, 0, 7),
             Row(A, 0, 2, [4], 4, "😀", Finish.LENGTH, 3, 7),
         ],
         RIGHT: [Row(B, 0, 0, [1], 0, "two ", Finish.LENGTH, 1, 7)],
@@ -227,8 +227,8 @@ def test_prc_05_a_row_that_raises_fails_alone(decoders: Decoders, caplog: pytest
         decoders.advance(produced(bad, *((stream, 0, 0, [1], Finish.NONE) for stream in streams)))
     sent = taken(decoders)
     assert sent.chunks[LEFT] == [
-        Row(A, 0, 0, [], 0, "", Finish.INTERNAL_ERROR, 0, 0),
         *(Row(stream, 0, 0, [1], 0, "two ", Finish.NONE, 0, 7) for stream in streams),
+        Row(A, 0, 0, [], 0, "", Finish.INTERNAL_ERROR, 0, 0),
     ]
     assert sent.to_scheduler == [DecodeFailed(A, pack_int32([0]))]
     assert "could not be decoded" in caplog.text
@@ -251,12 +251,20 @@ def test_prc_05_a_fault_in_the_decoder_itself_fails_alone(
             raise RuntimeError("injected")
         return original(self, first_index, token_ids, finish)
 
+    take_next = AnswerDecoder.take_next
+
+    def fault_on_two_alone(self: AnswerDecoder, token_id: int) -> str | AnswerChunk:
+        if token_id == 2:
+            raise RuntimeError("injected")
+        return take_next(self, token_id)
+
     monkeypatch.setattr(AnswerDecoder, "advance", fault_on_two)
+    monkeypatch.setattr(AnswerDecoder, "take_next", fault_on_two_alone)
     decoders.advance(produced((A, 0, 1, [2], Finish.NONE), (B, 0, 0, [1], Finish.NONE)))
     sent = taken(decoders)
     assert sent.chunks[LEFT][1:] == [
-        Row(A, 0, 1, [], 4, "", Finish.INTERNAL_ERROR, 1, 0),
         Row(B, 0, 0, [1], 0, "two ", Finish.NONE, 0, 7),
+        Row(A, 0, 1, [], 4, "", Finish.INTERNAL_ERROR, 1, 0),
     ]
     assert decoders.statistics.num_failed == 1
     assert "injected" in caplog.text
