@@ -38,6 +38,7 @@ from services.wire.steps import GrammarCompiled, StepResult
 from services.wire.transport import BlockingReceiver, Envelope, RouterPort
 
 FAREWELL_S = 2.0  # the longest wait for acknowledgements before leaving: a socket that closes takes unread frames along
+_LOOK_INTERVAL_S = 0.1  # how often silence is looked for, whose limits are seconds
 _SETTLED_S = 1.0  # idle for so long: time to count all pages
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class SchedulerService:
         self._fatal = ""  # why the process must end, once clients have been told
         self._drain_deadline_s: float | None = None
         self._leave_by_s: float | None = None
+        self._looked_s = now_s  # when silence was last looked for
         self._busy_s = now_s
         self._is_counted = False  # whether the pages were counted since the last work
 
@@ -218,6 +220,9 @@ class SchedulerService:
         ]
 
     def _remove_silent(self, now_s: float) -> None:
+        if now_s < self._looked_s + _LOOK_INTERVAL_S:
+            return
+        self._looked_s = now_s
         membership = self._group.membership
         for peer in self._workers.stalled(membership.of(Role.GPU_WORKER), now_s):
             self._lose(peer, "no step has ended for too long", now_s)

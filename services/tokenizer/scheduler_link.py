@@ -29,7 +29,7 @@ from services.wire.requests import Admitted, Load, Refused, Submit
 from services.wire.steps import Embedding, PromptLogprobs
 from services.wire.transport import AsyncReceiver, DealerPort, Envelope, Port, RouterPort
 
-ACKNOWLEDGE_AFTER_S = 0.05
+ACKNOWLEDGE_AFTER_S = 0.2
 _TICK_S = 1.0
 _LAG_PROBE_S = 0.1
 _FAREWELL_MS = 500  # how long closing sockets may take to hand over their last frames
