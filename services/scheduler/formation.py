@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.scheduler.outcomes import TokenRun
-from services.scheduler.request import TOKEN_BYTES, Request
+from services.scheduler.radix_cache import TOKEN_BYTES
+from services.scheduler.request import Request
 from services.scheduler.tenants import TenantAccount
 from services.wire.columns import REQUEST_ID_BYTES, pack_int32, without_places
 from services.wire.steps import StepResult

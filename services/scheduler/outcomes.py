@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from services.scheduler.request import TOKEN_BYTES, Request
+from services.scheduler.radix_cache import TOKEN_BYTES
+from services.scheduler.request import Request
 from services.wire.columns import unpack_int32, unpack_request_ids
 from services.wire.finish import Finish
 

@@ -15,7 +15,8 @@ import numpy as np
 from services.scheduler.formation import March, marching_ids
 from services.scheduler.lockstep import Lockstep
 from services.scheduler.outcomes import TokenRun
-from services.scheduler.request import LOGGED_STEPS, TOKEN_BYTES
+from services.scheduler.radix_cache import TOKEN_BYTES
+from services.scheduler.request import LOGGED_STEPS
 from services.scheduler.step_plan import FlightRow, StepInFlight
 from services.scheduler.step_result import ResultError, RowResult, rows_of
 from services.wire.columns import unpack_int32

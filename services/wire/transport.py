@@ -99,7 +99,7 @@ class Port:
         envelopes: list[Envelope] = []
         received_bytes = 0
         for _ in range(most):
-            if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # far cheaper than the exception of a try in vain
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # far cheaper than a receive in vain
                 break
             try:
                 peer = self._socket.recv(zmq.NOBLOCK) if self._is_router else b""
