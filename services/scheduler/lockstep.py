@@ -52,7 +52,8 @@ class Lockstep:
         self._page_size = page_size
         self._is_open = is_open
         self._formations: dict[bytes, Formation] = {}
-        self._due: dict[int, list[tuple[Request, int]]] = {}  # by step; with the step at which the request joined
+        # By step: who is due, the step at which it joined, and whether its last token is to go.
+        self._due: dict[int, list[tuple[Request, int, bool]]] = {}
         self._stop_sets: Counter[frozenset[int]] = Counter()
         self._rests_until = 0
 
@@ -130,11 +131,9 @@ class Lockstep:
         """Whom the next plan must look at: those who have their last token to go, and those whose pages are full."""
         last: list[Request] = []
         full: list[Request] = []
-        for request, joined_step in self._due.pop(self.clock.planned, ()):
-            if not request.in_lockstep or request.joined_step != joined_step:
-                continue  # it has left
-            is_last = request.num_planned >= request.compute_length - 1
-            (last if is_last else full).append(request)
+        for request, joined_step, is_last in self._due.pop(self.clock.planned, ()):
+            if request.in_lockstep and request.joined_step == joined_step:  # else it has left
+                (last if is_last else full).append(request)
         return last, full
 
     def schedule_again(self, requests: Iterable[Request]) -> None:
@@ -160,10 +159,10 @@ class Lockstep:
 
     def _schedule(self, request: Request) -> None:
         """Notes when to look at it next."""
-        num_free = len(request.pages) * self._page_size - request.num_expected
-        num_left = request.compute_length - 1 - request.num_planned
-        step = self.clock.planned + min(num_free + 1, num_left)
-        self._due.setdefault(step, []).append((request, request.joined_step))
+        planned, last = request.num_planned, request.compute_length - 1
+        full = len(request.pages) * self._page_size  # where the next token of a step has no page
+        due = (request, request.joined_step, last <= full)
+        self._due.setdefault(self.clock.planned + min(full, last) - planned, []).append(due)
 
     def check(self, running: Iterable[Request]) -> None:
         """QueueError unless the columns are those of exactly the running requests that go in lockstep."""
