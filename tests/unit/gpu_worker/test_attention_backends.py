@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from services.gpu_worker import attention as choice
+from services.gpu_worker.attention import attention_for, attention_named
 from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.attention.paged_cpu import PagedCpuAttention
 from services.gpu_worker.attention.paged_cuda import PagedCudaAttention
@@ -149,6 +151,22 @@ def test_the_cpu_decodes_float32_in_place() -> None:
     """The path that copies no context is the one that is used, where torch has it."""
     assert has_sparse_products(torch.float32)
     assert not has_sparse_products(torch.bfloat16)
+
+
+def test_heads_too_wide_for_the_kernels_take_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, kernels = torch.device("cuda"), ReferenceAttention()
+    monkeypatch.setattr(choice, "_triton", lambda device: kernels)
+    monkeypatch.setattr(choice, "has_triton", lambda: True)
+    assert attention_for(cuda, torch.bfloat16, 256) is kernels
+    assert attention_named("triton", cuda, torch.bfloat16, 256) is kernels
+    assert isinstance(attention_for(cuda, torch.bfloat16, 257), PagedCudaAttention)
+    assert isinstance(attention_named("paged", cuda, torch.bfloat16, 128), PagedCudaAttention)
+    with pytest.raises(ValueError, match="heads are 257 wide, its kernels take 256"):
+        attention_named("triton", cuda, torch.bfloat16, 257)
+    monkeypatch.setattr(choice, "has_triton", lambda: False)
+    assert isinstance(attention_for(cuda, torch.bfloat16, 256), PagedCudaAttention)
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        attention_named("triton", cuda, torch.bfloat16, 128)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
