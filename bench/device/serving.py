@@ -45,6 +45,7 @@ def check_service(device: str) -> Iterator[Outcome]:
         settings = Settings(
             model=str(write_checkpoint(Path(folder) / "tiny", "qwen3")),
             dtype="float32",
+            numerics="exact",
             kv_cache_tokens=1600,
             max_running_requests=16,
             chunked_prefill_size=64,
