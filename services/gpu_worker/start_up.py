@@ -23,7 +23,7 @@ from services.gpu_worker.grammar_rows import GrammarRows
 from services.gpu_worker.graph_warm_up import graph_device, record_graphs
 from services.gpu_worker.held_rows import WorkerSizes
 from services.gpu_worker.host_limits import keep_freed_memory, num_cores
-from services.gpu_worker.kernels import operators_for
+from services.gpu_worker.kernels import operators_for, triton_problem
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.largest_step import run_largest_step
 from services.gpu_worker.load_progress import LoadProgress
@@ -215,6 +215,8 @@ def _attention(settings: Settings, device: torch.device, dtype: torch.dtype, hea
         attention = attention_named(name, device, dtype, head_dim)
     except ValueError as error:
         raise StartError(f"--attention-backend {name}: {error}") from error
+    if device.type == "cuda" and name == "auto" and (problem := triton_problem()):
+        logger.warning("CUDA kernels: none of our own, steps will be slow: %s", problem)
     logger.info("attention: %s, %d CPU threads", type(attention).__name__, torch.get_num_threads())
     return attention
 

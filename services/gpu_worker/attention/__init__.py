@@ -8,15 +8,15 @@ from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.attention.paged_cpu import PagedCpuAttention
 from services.gpu_worker.attention.paged_cuda import PagedCudaAttention
 from services.gpu_worker.attention.reference import ReferenceAttention
-from services.gpu_worker.kernels import MAX_HEAD_DIM, has_triton
+from services.gpu_worker.kernels import MAX_HEAD_DIM, triton_problem
 
 
 def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int = MAX_HEAD_DIM) -> AttentionBackend:
     """The backend for a device, the dtype of its pool, and the width of a head.
 
-    On a CUDA device our own kernels, where Triton is installed and a head is no wider than they can take.
+    On a CUDA device our own kernels, where Triton works and a head is no wider than they can take.
     """
-    takes_kernels = device.type == "cuda" and has_triton() and head_dim <= MAX_HEAD_DIM
+    takes_kernels = device.type == "cuda" and head_dim <= MAX_HEAD_DIM and triton_problem() is None
     return _triton(device) if takes_kernels else _paged(device, dtype)
 
 
@@ -42,7 +42,7 @@ def _paged(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
 
 
 def _triton(device: torch.device) -> AttentionBackend:
-    from services.gpu_worker.attention.paged_triton import PagedTritonAttention  # only where Triton is installed
+    from services.gpu_worker.attention.paged_triton import PagedTritonAttention  # only where Triton works
 
     return PagedTritonAttention(torch.cuda.get_device_properties(device).multi_processor_count)
 
@@ -50,7 +50,7 @@ def _triton(device: torch.device) -> AttentionBackend:
 def _refuse_triton(device: torch.device, head_dim: int) -> None:
     if device.type != "cuda":
         raise ValueError("it needs a CUDA device")
-    if not has_triton():
-        raise ValueError("Triton is not installed (torch for CUDA brings it)")
+    if problem := triton_problem():
+        raise ValueError(problem)
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"the model's heads are {head_dim} wide, its kernels take {MAX_HEAD_DIM}")
