@@ -6,6 +6,7 @@
 # make test-schemathesis  ten thousand requests made of /openapi.json
 # make test-clients  the real clients, installed into an environment of their own: needs a package index, npm for two
 # make test-compose  the containers, for real: needs a Docker engine
+# make test-kernels  the Triton kernels through Triton's interpreter, and their compilation for real devices: needs no GPU
 # make lint        ruff, mypy, import rules  make format        let ruff rewrite
 # make clean       remove the environment and every cache
 #
@@ -17,6 +18,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS_VENV := .venv-clients
+KERNEL_PACKAGES := .kernel-packages
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PORT ?= 8000
@@ -26,7 +28,7 @@ ARGS ?=
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help serve test test-all test-surface test-pairwise test-schemathesis test-clients test-compose device-check lint format clean
+.PHONY: help serve test test-all test-surface test-pairwise test-schemathesis test-clients test-compose test-kernels device-check lint format clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -56,6 +58,10 @@ test-schemathesis: $(VENV)/.installed-test
 test-clients: $(VENV)/.installed-test $(CLIENTS_VENV)/.installed tests/clients/npm/node_modules/.installed
 	$(BIN)/python -m tests.clients.run --python $(CLIENTS_VENV)/bin/python $(ARGS)
 
+# Triton's interpreter needs an older numpy than everything else has: it lies in a folder of its own, found first.
+test-kernels: $(VENV)/.installed-test $(KERNEL_PACKAGES)/.installed
+	PYTHONPATH=$(KERNEL_PACKAGES) TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(ARGS)
+
 test-compose: $(VENV)/.installed-test
 	$(PYTEST) -m compose $(ARGS)
 
@@ -70,7 +76,7 @@ format: $(VENV)/.installed-lint
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(CLIENTS_VENV) tests/clients/npm/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS_VENV) $(KERNEL_PACKAGES) tests/clients/npm/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find services tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp stands for one set of packages and is older than the files that name them when those change.
@@ -90,6 +96,11 @@ $(VENV)/.demo-model: | $(VENV)/.installed
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/.demo-model
 	$(PIP_INSTALL) --quiet -c constraints.txt -e '.[all,test]'
 	$(PIP_INSTALL) --quiet --no-deps dashscope==2.0.2
+	@touch $@
+
+$(KERNEL_PACKAGES)/.installed: tests/kernels/requirements.txt | $(BIN)/python
+	rm -rf $(KERNEL_PACKAGES)
+	$(PIP_INSTALL) --quiet --no-deps --target $(KERNEL_PACKAGES) -r $<
 	@touch $@
 
 # One that does not install is named by its own test.

@@ -45,6 +45,14 @@ def write_checkpoint(folder: Path, family: str, shape: Shape | None = None, seed
     return folder
 
 
+def write_config(folder: Path, family: str, shape: Shape) -> Path:
+    """Writes the config.json of a bfloat16 model alone into a new folder, for `--load-format dummy`; the folder."""
+    folder.mkdir(parents=True)
+    config = _config(family, shape) | {"torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
 def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Writes float32 tensors: the length of a JSON header, the header, the numbers."""
     header: dict[str, object] = {}

@@ -2,8 +2,8 @@
 
     bench/device_check.sh        on a machine with a GPU and a copy of this repository: no network, nothing installed
 
-Compares logits, attention, sampling, what requests may want besides, and the whole service with the CPU, and measures
-step times. Prints a table last.
+Compares logits, attention, kernels, graphs, sampling, what requests may want besides, and the whole service with the
+plain way or the CPU, and measures step times beside the device's limits. Prints a table last.
 Status: 0 all that was looked at is right; 1 something is wrong; 3 there is no CUDA device, nothing was measured.
 What a missing package or model makes impossible is skipped, and says so.
 """
@@ -85,6 +85,38 @@ def checks(device_name: str) -> list[Check]:
 
         return logits.check_attention(_device(device_name))
 
+    def kernels() -> Iterator[Outcome]:
+        if device_name != "cuda":
+            return iter([skipped("kernels", "run through Triton's interpreter on a CPU: make test-kernels")])
+        if problem := _kernel_problem():
+            return iter([skipped("kernels", problem)])
+        from bench.device import kernels
+
+        return kernels.check_kernels(_device(device_name))
+
+    def graphs() -> Iterator[Outcome]:
+        if device_name != "cuda":
+            return iter([skipped("graphs", "there are none on a CPU")])
+        if problem := _kernel_problem():
+            return iter([skipped("graphs", problem)])
+        from bench.device import kernels
+
+        return kernels.check_graphs(_device(device_name))
+
+    def roofline() -> Iterator[Outcome]:
+        from bench.device import roofline
+        from bench.random_checkpoints import Shape
+
+        tiny = () if device_name == "cuda" else (Shape(), roofline.TINY)
+        return roofline.check_roofline(_device(device_name), *tiny)
+
+    def throughput() -> Iterator[Outcome]:
+        from bench.device import throughput
+        from bench.random_checkpoints import Shape
+
+        tiny = () if device_name == "cuda" else (Shape(), throughput.TINY)
+        return throughput.check_throughput(device_name, *tiny)
+
     def sampler() -> Iterator[Outcome]:
         from bench.device import sampling
 
@@ -109,9 +141,13 @@ def checks(device_name: str) -> list[Check]:
     return [
         Check("logits", ("numpy",), families),
         Check("attention", ("numpy",), attention),
+        Check("kernels", ("numpy",), kernels),
+        Check("graphs", ("numpy",), graphs),
         Check("sampler", ("numpy", "msgpack"), sampler),
         Check("wishes", ("numpy", "msgpack"), wishes),
         Check("service", ("numpy", "msgpack", "zmq", "prometheus_client", "rich"), service),
+        Check("roofline", ("numpy", "msgpack"), roofline),
+        Check("throughput", ("numpy", "msgpack", "zmq", "prometheus_client", "rich"), throughput),
         Check("speed", ("numpy", "msgpack"), speed),
         Check("demo model", ("numpy", "gguf"), demo_model),
     ]
@@ -137,6 +173,12 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _kernel_problem() -> str | None:
+    from services.gpu_worker.kernels import triton_problem
+
+    return triton_problem()
 
 
 def _device(name: str) -> torch.device:

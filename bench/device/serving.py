@@ -6,7 +6,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +45,7 @@ def check_service(device: str) -> Iterator[Outcome]:
         settings = Settings(
             model=str(write_checkpoint(Path(folder) / "tiny", "qwen3")),
             dtype="float32",
+            numerics="exact",
             kv_cache_tokens=1600,
             max_running_requests=16,
             chunked_prefill_size=64,
@@ -60,8 +61,13 @@ def check_service(device: str) -> Iterator[Outcome]:
             yield held(f"service, {plans_ahead} steps ahead, pool {pool_tokens}", num_equal == len(expected), figure)
 
 
-def answers(settings: Settings) -> tuple[list[list[int]], float]:
-    """The output ids of some requests from a worker with these settings, and how long they took once it was ready."""
+def answers(settings: Settings, submits: Sequence[Submit] | None = None) -> tuple[list[list[int]], float]:
+    """The output ids of some requests from a worker with these settings, and how long they took once it was ready.
+
+    Args:
+        settings: of the worker.
+        submits: the requests; each must generate all its tokens. None: a few small ones.
+    """
     with tempfile.TemporaryDirectory(prefix="tw") as run_dir:
         process = Process(replace(settings, run_dir=run_dir), Identity(Role.GPU_WORKER, "0"))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -69,7 +75,7 @@ def answers(settings: Settings) -> tuple[list[list[int]], float]:
         worker = threading.Thread(target=main, args=(process,), daemon=True)
         worker.start()
         try:
-            return _Scheduler(port, settings, worker).run()
+            return _Scheduler(port, settings, worker, submits or _submits()).run()
         finally:
             process.is_stopping = True
             if process.on_stop is not None:
@@ -82,10 +88,13 @@ def answers(settings: Settings) -> tuple[list[list[int]], float]:
 class _Scheduler:
     """As much of the scheduler's shell as one worker needs."""
 
-    def __init__(self, port: RouterPort, settings: Settings, worker: threading.Thread) -> None:
+    def __init__(
+        self, port: RouterPort, settings: Settings, worker: threading.Thread, submits: Sequence[Submit]
+    ) -> None:
         self._port = port
         self._settings = settings
         self._worker = worker
+        self._submits = submits
         self._receiver = BlockingReceiver([port])
         self._core: Core | None = None
         self._begin_s = 0.0
@@ -103,7 +112,7 @@ class _Scheduler:
                     self._port.send(peer, Welcome(PROTOCOL_VERSION, _EPOCH))
                     if message.worker is not None and self._core is None:
                         self._core = Core(limits_of(message.worker, self._settings), _EPOCH)
-                        requests = [self._core.submit(submit) for submit in _submits()]
+                        requests = [self._core.submit(submit) for submit in self._submits]
                         self._begin_s = time.monotonic()
                 elif isinstance(message, StepResult) and self._core is not None:
                     self._core.apply_result(message)
@@ -127,21 +136,25 @@ def _submits() -> list[Submit]:
     for number in range(_NUM_REQUESTS):
         prompt = [chance.randrange(150) for _ in range(chance.randint(1, 90))]
         temperature = 0.0 if number % 2 else 0.8
-        submits.append(
-            Submit(
-                request_id=(number + 1).to_bytes(16, "big"),
-                attempt=0,
-                prompt_token_ids=pack_int32(prompt),
-                output_token_ids=b"",
-                sampling=SamplingParams(temperature, 0.9 if number % 4 else 1.0, 0, 0.0, number, 0),
-                text=TextParams((), False, True, 0),
-                max_tokens=_NUM_TOKENS,
-                stop_token_ids=b"",
-                group_id=(number + 1).to_bytes(16, "big"),
-                tenant="",
-                cache_root=b"",
-                priority=0,
-                deadline_ms=0,
-            )
-        )
+        sampling = SamplingParams(temperature, 0.9 if number % 4 else 1.0, 0, 0.0, number, 0)
+        submits.append(submit_of(number + 1, prompt, sampling, _NUM_TOKENS))
     return submits
+
+
+def submit_of(number: int, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int) -> Submit:
+    """A request that ends when it has all its tokens."""
+    return Submit(
+        request_id=number.to_bytes(16, "big"),
+        attempt=0,
+        prompt_token_ids=pack_int32(prompt),
+        output_token_ids=b"",
+        sampling=sampling,
+        text=TextParams((), False, True, 0),
+        max_tokens=max_tokens,
+        stop_token_ids=b"",
+        group_id=number.to_bytes(16, "big"),
+        tenant="",
+        cache_root=b"",
+        priority=0,
+        deadline_ms=0,
+    )

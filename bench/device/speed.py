@@ -15,6 +15,7 @@ import torch
 from bench.device.report import Outcome, measured
 from bench.random_checkpoints import Shape, write_checkpoint
 from services.gpu_worker.attention import attention_for
+from services.gpu_worker.kernels import operators_for
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.sampler import sample
@@ -44,7 +45,7 @@ def check_speed(device: torch.device, shape: Shape = SMOLLM2) -> Iterator[Outcom
     config = model.config
     kv_shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, _PAGE_SIZE, dtype)
     kv_cache = KvCache(kv_shape, pages_of_row * _MAX_ROWS, device)
-    runner = ModelRunner(config, model.weights, kv_cache, attention_for(device, dtype))
+    runner = ModelRunner(config, model.weights, kv_cache, attention_for(device, dtype), operators_for(device))
 
     def step_ms(num_rows: int, num_computed: int, num_new: int) -> float:
         rows = [

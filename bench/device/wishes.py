@@ -18,6 +18,7 @@ from bench.device.report import Outcome, held
 from bench.random_checkpoints import Shape, write_checkpoint
 from services.gpu_worker.attention import attention_for
 from services.gpu_worker.held_rows import WorkerSizes
+from services.gpu_worker.kernels import operators_for
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.step_launcher import StepLauncher
@@ -101,7 +102,7 @@ def _run(path: Path, device: torch.device, may_wait: bool = True) -> _Found:
     pages_of_row = -(-(_PROMPT_TOKENS + _NUM_DECODES + 1) // _PAGE_SIZE)
     shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, _PAGE_SIZE, torch.float32)
     kv_cache = KvCache(shape, pages_of_row * len(_WISHES), device)
-    runner = ModelRunner(config, model.weights, kv_cache, attention_for(device, torch.float32))
+    runner = ModelRunner(config, model.weights, kv_cache, attention_for(device, torch.float32), operators_for(device))
     state = WorkerState(WorkerSizes(len(_WISHES), 256, config.vocab_size, _PAGE_SIZE, kv_cache.num_pages), device)
     launcher = StepLauncher(runner, state)
     with nullcontext() if may_wait or device.type != "cuda" else _no_waiting(device):

@@ -6,10 +6,14 @@ a request's state and never samples: it turns `StepInputs` into hidden states, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from services.gpu_worker.attention.backend import AttentionBackend
+from services.gpu_worker.attention.backend import AttentionBackend, CapturableAttention
+from services.gpu_worker.decode_graphs import DecodeGraphs, GraphLimits, States, record_decode
+from services.gpu_worker.graph_device import GraphDevice
 from services.gpu_worker.kv_cache import KvCache
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.models.decoder import Decoder
@@ -43,6 +47,42 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self._decoder = Decoder(config, weights, operators or PlainOperators())
         self._attention = attention
+        self._graphs: DecodeGraphs | None = None
+
+    @property
+    def can_record_decode(self) -> bool:
+        """Whether the attention allows it."""
+        return isinstance(self._attention, CapturableAttention)
+
+    @torch.inference_mode()
+    def record_decode(self, limits: GraphLimits, device: GraphDevice, pump: Callable[[int], None]) -> DecodeGraphs:
+        """Records decode steps, which `states` replays from now on; see `decode_graphs.record_decode`.
+
+        Raises:
+            TypeError: the attention reads lengths on the host, nothing of it can be recorded.
+        """
+        attention = self._attention
+        if not isinstance(attention, CapturableAttention):
+            raise TypeError(f"{type(attention).__name__} cannot be recorded")
+
+        def decode(inputs: StepInputs) -> States:
+            step = attention.begin_decode(inputs, self.kv_cache)
+            hidden = self._decoder.layers(inputs, step)
+            return hidden, self._decoder.final_norm(hidden, inputs.sample_indices)
+
+        self._graphs = record_decode(decode, self.kv_cache, limits, device, pump)
+        return self._graphs
+
+    @torch.inference_mode()
+    def states(self, inputs: StepInputs) -> States:
+        """Computes a step: hidden states of its new tokens, and those at `sample_indices` after the final norm.
+
+        A step that was recorded is replayed; its results are overwritten by the next one, so use them before.
+        """
+        if self._graphs is not None and self._graphs.covers(inputs):
+            return self._graphs.run(inputs)
+        hidden = self.hidden(inputs)
+        return hidden, self.normed(hidden, inputs.sample_indices)
 
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs) -> Tensor:
@@ -66,7 +106,7 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """A whole pass: [num_sampling_rows, vocab_size] float32, the logits at `inputs.sample_indices`."""
-        return self.logits(self.normed(self.hidden(inputs), inputs.sample_indices))
+        return self.logits(self.states(inputs)[1])
 
     def dummy_inputs(self, num_tokens: int, num_rows: int) -> StepInputs:
         """A step of `num_tokens` tokens in `num_rows` rows that touches only the dummy page, to measure or to warm up.

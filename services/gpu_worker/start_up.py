@@ -13,14 +13,17 @@ from pathlib import Path
 
 import torch
 
-from services.gpu_worker.attention import attention_for
+from services.gpu_worker.attention import attention_named
 from services.gpu_worker.attention.backend import AttentionBackend
-from services.gpu_worker.attention.reference import ReferenceAttention
+from services.gpu_worker.decode_graphs import GraphLimits
+from services.gpu_worker.dummy_weights import dummy_model
 from services.gpu_worker.grammar_compiler import GrammarCompiler
 from services.gpu_worker.grammar_process import ChildSpec
 from services.gpu_worker.grammar_rows import GrammarRows
+from services.gpu_worker.graph_warm_up import graph_device, record_graphs
 from services.gpu_worker.held_rows import WorkerSizes
 from services.gpu_worker.host_limits import keep_freed_memory, num_cores
+from services.gpu_worker.kernels import operators_for, triton_problem
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.largest_step import run_largest_step
 from services.gpu_worker.load_progress import LoadProgress
@@ -74,9 +77,10 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     config, weights = model.config, model.weights
     max_model_len = choose_context(settings, config)
     dtype = weights.embedding.dtype
-    attention = _attention(settings, device, dtype)
+    attention = _attention(settings, device, dtype, config.head_dim)
+    operators = operators_for(device)
     shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, dtype)
-    bare = ModelRunner(config, weights, KvCache(shape, 0, device), attention)
+    bare = ModelRunner(config, weights, KvCache(shape, 0, device), attention, operators)
     measured = warm_up(bare, pump, max(0, settings.chunked_prefill_size))
     logger.info(
         "warm-up: %d tokens in %.0f ms (%.0f tokens/s), one token in %.1f ms",
@@ -106,7 +110,10 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
         chunk_tokens=measured.chunk_tokens,
         chunk_ms=1000 * measured.chunk_s,
     )
-    launcher = StepLauncher(ModelRunner(config, weights, kv_cache, attention), state)
+    runner = ModelRunner(config, weights, kv_cache, attention, operators)
+    if graphs := graph_device(settings, runner):
+        record_graphs(runner, GraphLimits(settings.max_running_requests, max_model_len), graphs, pump)
+    launcher = StepLauncher(runner, state)
     return ReadyWorker(launcher, state, grammars, card, shape.bytes_per_page // shape.page_size, kv_cache.num_bytes)
 
 
@@ -169,7 +176,11 @@ def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) ->
     try:
         files = open_model(settings.model)
         with LoadProgress(files.path.name, pump) as progress:
-            if is_laid_out(settings, device):
+            if settings.load_format == "dummy":
+                logger.warning("--load-format dummy: random weights, answers mean nothing")
+                plain = dummy_model(files, device, dtype)
+                model = RunnableModel(plain.config, plain.weights, plain.report)
+            elif is_laid_out(settings, device):
                 model = load_laid_out(files, forms, progress)
             else:
                 plain = load_model(files, device, dtype, progress)
@@ -198,8 +209,14 @@ def _log_load(path: Path, model: RunnableModel, device: torch.device) -> None:
     )  # fmt: skip
 
 
-def _attention(settings: Settings, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    attention = ReferenceAttention() if settings.attention_backend == "reference" else attention_for(device, dtype)
+def _attention(settings: Settings, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+    name = settings.attention_backend
+    try:
+        attention = attention_named(name, device, dtype, head_dim)
+    except ValueError as error:
+        raise StartError(f"--attention-backend {name}: {error}") from error
+    if device.type == "cuda" and name == "auto" and (problem := triton_problem()):
+        logger.warning("CUDA kernels: none of our own, steps will be slow: %s", problem)
     logger.info("attention: %s, %d CPU threads", type(attention).__name__, torch.get_num_threads())
     return attention
 

@@ -178,8 +178,8 @@ class StepLauncher:
     def _forward(self, step: PreparedStep, clock: StepClock) -> tuple[Tensor, Tensor]:
         """Hidden states of all tokens, logits of each row's last one."""
         clock.begin_forward()
-        hidden = self._runner.hidden(step.inputs)
-        logits = self._runner.logits(self._runner.normed(hidden, step.inputs.sample_indices))
+        hidden, normed = self._runner.states(step.inputs)
+        logits = self._runner.logits(normed)
         clock.end_forward()
         return hidden, logits
 

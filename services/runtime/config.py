@@ -53,6 +53,7 @@ class Settings:
     device: str = setting("auto", "where the model runs", ("auto", "cpu", "cuda"))
     dtype: str = setting("auto", "weights and activations; auto: float32 on cpu, the checkpoint's on cuda",
                          ("auto", "float32", "bfloat16", "float16"))  # fmt: skip
+    load_format: str = setting("auto", "dummy: random weights, to measure without a checkpoint", ("auto", "dummy"))
     numerics: str = setting("fast", "exact: float32, the same tokens alone and in a batch; fast: what runs fastest",
                             ("exact", "fast"))  # fmt: skip
     cpu_copies_gb: float = setting(4.0, "most memory for second forms of 4-bit matrices, for many rows, on a CPU")
@@ -134,7 +135,8 @@ class Settings:
     grammar_memory_mb: int = setting(512, "how much memory compiling a grammar may take, in MiB")
     jump_ahead: bool = setting(True, "take tokens that a grammar forces without running the model for each")
     # the worker
-    attention_backend: str = setting("auto", "attention implementation", ("auto", "reference", "paged"))
+    attention_backend: str = setting("auto", "attention implementation", ("auto", "reference", "paged", "triton"))
+    cuda_graphs: bool = setting(True, "replay recorded decode steps on CUDA instead of launching them")
     num_threads: int = setting(0, "threads of the worker's CPU kernels (0: one for each core)")
     # logs
     log_level: str = setting("info", "least severe level to log", ("debug", "info", "warning", "error"))

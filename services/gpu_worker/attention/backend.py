@@ -6,7 +6,7 @@ back a `StepAttention`, which every layer of the model gets as an argument. Noth
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -62,3 +62,15 @@ class AttentionBackend(Protocol):
 
     def begin_step(self, inputs: StepInputs, kv_cache: KvCache) -> StepAttention:
         """Prepares what all layers of this step share."""
+
+
+@runtime_checkable
+class CapturableAttention(AttentionBackend, Protocol):
+    """A backend whose decode reads every number of a row on the device, so that one recording serves many steps."""
+
+    def begin_decode(self, inputs: StepInputs, kv_cache: KvCache) -> StepAttention:
+        """Prepares a step in which every row has one new token.
+
+        What it and its layers launch depends on the shapes of the tensors and on the largest of
+        `inputs.context_lengths` alone: replayed with other contents and shorter rows, it does right by these.
+        """

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.gpu_worker.attention import attention_for
+from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.grammar_seam import Grammars
 from services.gpu_worker.held_rows import WorkerSizes
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
@@ -79,12 +80,16 @@ class Bench:
 
 
 def new_bench(
-    model: LoadedModel, page_size: int = 4, grammars: Grammars | None = None, max_model_len: int = 128
+    model: LoadedModel,
+    page_size: int = 4,
+    grammars: Grammars | None = None,
+    max_model_len: int = 128,
+    attention: AttentionBackend | None = None,
 ) -> Bench:
     """With the pool empty and no row held."""
     config = model.config
     shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, page_size, torch.float32)
     kv_cache = KvCache(shape, NUM_PAGES, CPU)
-    runner = ModelRunner(config, model.weights, kv_cache, attention_for(CPU, torch.float32))
+    runner = ModelRunner(config, model.weights, kv_cache, attention or attention_for(CPU, torch.float32))
     state = WorkerState(WorkerSizes(MAX_ROWS, max_model_len, config.vocab_size, page_size, NUM_PAGES), CPU, grammars)
     return Bench(StepLauncher(runner, state), PlanWriter(page_size, NUM_PAGES, MAX_ROWS), kv_cache, runner)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from services.gpu_worker import attention as choice
+from services.gpu_worker import kernels
+from services.gpu_worker.attention import attention_for, attention_named
 from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.attention.paged_cpu import PagedCpuAttention
 from services.gpu_worker.attention.paged_cuda import PagedCudaAttention
 from services.gpu_worker.attention.reference import ReferenceAttention
 from services.gpu_worker.attention.sparse_decode import has_sparse_products
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
+from services.gpu_worker.models.operators import PlainOperators
 from services.gpu_worker.step_inputs import StepInputs, StepRow, build_step_inputs
 
 CPU = torch.device("cpu")
@@ -149,6 +157,37 @@ def test_the_cpu_decodes_float32_in_place() -> None:
     """The path that copies no context is the one that is used, where torch has it."""
     assert has_sparse_products(torch.float32)
     assert not has_sparse_products(torch.bfloat16)
+
+
+def test_heads_too_wide_for_the_kernels_take_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, ours = torch.device("cuda"), ReferenceAttention()
+    monkeypatch.setattr(choice, "_triton", lambda device: ours)
+    monkeypatch.setattr(choice, "triton_problem", lambda: None)
+    assert attention_for(cuda, torch.bfloat16, 256) is ours
+    assert attention_named("triton", cuda, torch.bfloat16, 256) is ours
+    assert isinstance(attention_for(cuda, torch.bfloat16, 257), PagedCudaAttention)
+    assert isinstance(attention_named("paged", cuda, torch.bfloat16, 128), PagedCudaAttention)
+    with pytest.raises(ValueError, match="heads are 257 wide, its kernels take 256"):
+        attention_named("triton", cuda, torch.bfloat16, 257)
+    monkeypatch.setattr(choice, "triton_problem", lambda: "Triton is not installed")
+    assert isinstance(attention_for(cuda, torch.bfloat16, 256), PagedCudaAttention)
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        attention_named("triton", cuda, torch.bfloat16, 128)
+
+
+def test_what_keeps_kernels_from_being_launched_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "Python.h" in str(kernels.triton_problem())
+    (tmp_path / "Python.h").touch()
+    assert kernels.triton_problem() is None
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "neither gcc nor clang" in str(kernels.triton_problem())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "not installed" in str(kernels.triton_problem())
+    assert isinstance(kernels.operators_for(torch.device("cuda")), PlainOperators)
+    assert isinstance(kernels.operators_for(CPU), PlainOperators)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

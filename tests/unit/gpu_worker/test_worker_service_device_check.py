@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from bench.device import check, logits
+from bench.device.limits import cost_of
 from bench.device.report import Outcome, held
+from bench.device.roofline import QWEN3_14B
+from bench.random_checkpoints import write_config
+from services.gpu_worker.models.checkpoint_layout import allocate_weights, placements
+from services.gpu_worker.models.config import ModelConfig
+from services.gpu_worker.models.parse_config import parse_model_config
+from services.model_files.source import open_model
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,6 +43,33 @@ def test_the_checks_themselves_hold_on_a_cpu(name: str, capsys: pytest.CaptureFi
     assert check.main(["--device", "cpu", "--only", name]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith(f"| {name},") and "ok" in line for line in lines) == 4
+
+
+def test_the_table_of_limits_is_made_on_a_cpu_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["--device", "cpu", "--only", "roofline"]) == 0
+    assert check.main(["--device", "cpu", "--only", "throughput"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("limit, memory", "graph capture", "decode of 3", "prefill of 64", "throughput, 3 requests"):
+        assert f"| {name}" in printed
+
+
+def test_what_a_model_costs_follows_from_its_configuration(tmp_path: Path) -> None:
+    config = parse_model_config(open_model(write_config(tmp_path / "model", "qwen3", QWEN3_14B)))
+    cost = cost_of(config, torch.bfloat16)
+    weights = dummy_sizes(config)
+    assert cost.weight_bytes == weights
+    assert cost.kv_bytes_per_token == 163_840
+    assert cost.decode_bytes([10, 5]) == weights + 15 * 163_840
+    assert cost.prefill_operations(2) == 2 * cost.matrix_operations_per_token + 3 * cost.attention_operations_per_pair
+    # A product of n x n is 2 n^2 operations a token, so the layers' matrices count twice their numbers.
+    assert cost.matrix_operations_per_token == weights - 2 * config.vocab_size * config.hidden_size
+
+
+def dummy_sizes(config: ModelConfig) -> int:
+    """Bytes of the matrices that a step reads, counted on the placements of a checkpoint."""
+    laid_out = placements(config, allocate_weights(config, torch.bfloat16, torch.device("meta")))
+    matrices = [item for item in laid_out if item.target.dim() == 2 and item.name != "model.embed_tokens.weight"]
+    return sum(item.target.nbytes for item in matrices)
 
 
 def test_a_wrong_result_gives_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

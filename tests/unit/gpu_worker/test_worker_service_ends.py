@@ -65,6 +65,7 @@ def test_prc_03_told_to_stop_before_it_is_ready_it_ends_at_once(settings: Settin
         ({"model": "/nowhere/at/all"}, "/nowhere/at/all: no such folder or file"),
         ({"max_model_len": 257}, "256 positions"),
         ({"kv_cache_tokens": 2**31 - 1}, "--kv-cache-tokens"),
+        ({"attention_backend": "triton"}, "--attention-backend triton: it needs a CUDA device"),
         ({"run_dir": ""}, "--scheduler-endpoint or --run-dir"),
     ],
 )

@@ -1,0 +1,38 @@
+"""gpu_worker: Triton kernels of our own, for CUDA devices. Each stands beside the plain torch way that it must equal.
+
+No module below is imported where Triton cannot work: who wants a kernel asks `triton_problem` first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from services.gpu_worker.models.operators import Operators, PlainOperators
+
+MAX_HEAD_DIM = 256
+"""The widest head that the kernels' tiles take; models with wider ones run with torch's operations."""
+
+
+def triton_problem() -> str | None:
+    """Why no kernel of ours can be launched on this machine's CUDA devices, or None: they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (torch for CUDA brings it)"
+    if shutil.which("gcc") is None and shutil.which("clang") is None:
+        return "Triton needs a C compiler to launch kernels, there is neither gcc nor clang"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "Triton needs Python.h to launch kernels (a package such as python3-dev has it)"
+    return None
+
+
+def operators_for(device: torch.device) -> Operators:
+    """What a decoder layer does between its products: fused on a CUDA device where Triton works."""
+    if device.type != "cuda" or triton_problem():
+        return PlainOperators()
+    from services.gpu_worker.kernels.operators import FusedOperators  # only where Triton works
+
+    return FusedOperators()
