@@ -58,10 +58,10 @@ def run_scheduler() -> None:
 
     submit_unharmed = Core.submit
 
-    def faulty_submit(core: Core, submit: Submit) -> Request:
+    def faulty_submit(core: Core, submit: Submit, lane: bytes = b"") -> Request:
         if SUBMIT_MARK in unpack_int32(submit.prompt_token_ids):
             raise InjectedError("submitting")
-        return submit_unharmed(core, submit)
+        return submit_unharmed(core, submit, lane)
 
     mock.patch.object(Core, "submit", faulty_submit).start()
     run_service(Role.SCHEDULER, main)
@@ -107,7 +107,7 @@ def run_detokenizer() -> None:
     from services.detokenizer.decoders import Decoders
     from services.detokenizer.service import main
 
-    open_unharmed, advance = Decoders.open, AnswerDecoder.advance
+    open_unharmed, advance, take_next = Decoders.open, AnswerDecoder.advance, AnswerDecoder.take_next
     marked: set[int] = set()
 
     def noting_open(decoders: Decoders, message: DecodeOpen, unix_s: float = 0.0) -> None:
@@ -115,16 +115,24 @@ def run_detokenizer() -> None:
         if STOP_MARK in message.text.stop:
             marked.add(id(decoders._open[message.request_id].decoder))
 
+    def raise_if_marked(decoder: AnswerDecoder, index: int) -> None:
+        if id(decoder) in marked and index >= DECODE_FROM:
+            marked.discard(id(decoder))  # the next one may lie at the same place
+            raise InjectedError("decoding")
+
     def faulty_advance(
         decoder: AnswerDecoder, first_index: int, token_ids: Sequence[int], finish: Finish = Finish.NONE
     ) -> AnswerChunk | None:
-        if id(decoder) in marked and first_index >= DECODE_FROM:
-            marked.discard(id(decoder))  # the next one may lie at the same place
-            raise InjectedError("decoding")
+        raise_if_marked(decoder, first_index)
         return advance(decoder, first_index, token_ids, finish)
+
+    def faulty_take_next(decoder: AnswerDecoder, token_id: int) -> str | AnswerChunk:
+        raise_if_marked(decoder, decoder.next_index)
+        return take_next(decoder, token_id)
 
     mock.patch.object(Decoders, "open", noting_open).start()
     mock.patch.object(AnswerDecoder, "advance", faulty_advance).start()
+    mock.patch.object(AnswerDecoder, "take_next", faulty_take_next).start()
     run_service(Role.DETOKENIZER, main)
 
 
