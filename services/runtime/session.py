@@ -131,6 +131,13 @@ class SchedulerSession:
                 return False
         return True
 
+    @property
+    def told_state(self) -> State | None:
+        """The state that the last roster tells of this process: what the scheduler acts on. None: it is not in it."""
+        identity = self.identity
+        own = (identity.role, identity.instance, identity.epoch)
+        return next((m.state for m in self.members if (m.role, m.instance, m.epoch) == own), None)
+
     def members_of(self, role: Role) -> tuple[Member, ...]:
         """The live processes of a role, from the last roster."""
         return tuple(member for member in self.members if member.role == role)

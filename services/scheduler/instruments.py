@@ -29,6 +29,7 @@ class SchedulerCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """One family for each number."""
         yield from self._requests()
+        yield from self._routes()
         yield from self._pages()
         yield from self._work()
         yield from self._messages()
@@ -46,6 +47,16 @@ class SchedulerCollector(Collector):
         yield gauge("scheduler_records", router.num_records)
         yield counter("scheduler_refused_requests", self._answers.num_refused)
         yield labelled_counter("scheduler_finished", ["reason"], {(name,): n for name, n in finished.items()})
+
+    def _routes(self) -> Iterable[Metric]:
+        backlogs = self._workers.router.backlogs
+        named = {(peer.hello.instance,): peer.routing_id for peer in self._membership.of(Role.GPU_WORKER)}
+        here = {name: backlogs[worker] for name, worker in named.items() if worker in backlogs}
+        routed = {name: float(backlog.num_routed) for name, backlog in here.items()}
+        loads = {name: backlog.load_ms / 1000 for name, backlog in here.items()}
+        yield labelled_counter("scheduler_routed_requests", ["worker"], routed)
+        yield labelled_gauge("scheduler_worker_load_seconds", ["worker"], loads)
+        yield counter("scheduler_moved_requests", self._workers.router.num_moved)
 
     def _pages(self) -> Iterable[Metric]:
         ledgers = [core.ledger for core in self._workers.router.cores.values()]
