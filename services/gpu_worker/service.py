@@ -126,8 +126,10 @@ class WorkerService:
         session = self._link.session
         if now_s >= self._drain_deadline_s or not session.is_welcome:
             return True
-        if self._plans or self._worker.state.num_held or session.told_state is State.READY:
-            return False  # an answer goes on here, or the scheduler may still send new ones
+        if self._plans or self._worker.state.num_held:
+            return False
+        if session.told_state is State.READY and session.scheduler_state is State.READY:
+            return False  # it may not know yet, and send new rows
         return now_s - self._last_plan_s >= _QUIET_S
 
 

@@ -47,6 +47,7 @@ class SchedulerSession:
         self.state = State.STARTING
         self.progress = 0
         self.scheduler_epoch: int | None = None
+        self.scheduler_state = State.STARTING  # as it last told
         self.members: tuple[Member, ...] = ()
         self._worker_card: WorkerCard | None = None
         self._address = address
@@ -123,7 +124,8 @@ class SchedulerSession:
                 raise HandshakeError(reason)
             case Roster(members=members):
                 self.members = members
-            case Heartbeat(epoch=epoch):
+            case Heartbeat(epoch=epoch, state=state):
+                self.scheduler_state = state
                 if self.is_welcome and epoch != self.scheduler_epoch:
                     self.scheduler_epoch = None
                     self._next_send_s = now_s

@@ -50,10 +50,13 @@ class SchedulerCollector(Collector):
 
     def _routes(self) -> Iterable[Metric]:
         backlogs = self._workers.router.backlogs
-        named = {(peer.hello.instance,): peer.routing_id for peer in self._membership.of(Role.GPU_WORKER)}
-        here = {name: backlogs[worker] for name, worker in named.items() if worker in backlogs}
-        routed = {name: float(backlog.num_routed) for name, backlog in here.items()}
-        loads = {name: backlog.load_ms / 1000 for name, backlog in here.items()}
+        here = [peer for peer in self._membership.of(Role.GPU_WORKER) if peer.routing_id in backlogs]
+        routed: dict[tuple[str, ...], float] = {}
+        loads: dict[tuple[str, ...], float] = {}
+        for peer in here:
+            backlog = backlogs[peer.routing_id]
+            routed[peer.hello.instance,] = backlog.num_routed
+            loads[peer.hello.instance,] = backlog.load_ms / 1000
         yield labelled_counter("scheduler_routed_requests", ["worker"], routed)
         yield labelled_gauge("scheduler_worker_load_seconds", ["worker"], loads)
         yield counter("scheduler_moved_requests", self._workers.router.num_moved)

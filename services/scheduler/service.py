@@ -306,7 +306,7 @@ class SchedulerService:
         """Whether to leave: told to stop or bound to fail, all answers ended, and their ends acknowledged."""
         if self._process.is_stopping and self._drain_deadline_s is None:
             self._drain_deadline_s = now_s + self._process.drain_timeout_s
-            self._group.state = State.DRAINING
+            self._group.drain(now_s)
             self._workers.is_paused = False  # what is open shall end by itself if it can
             logger.info("draining: %d requests are open", self._router.num_open)
             self._tell_load(now_s)

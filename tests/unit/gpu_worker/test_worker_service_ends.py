@@ -75,6 +75,16 @@ def test_it_does_not_leave_while_it_holds_an_answer_or_the_scheduler_may_send_it
         assert scheduler.wait_for(Goodbye)
 
 
+def test_a_scheduler_that_leaves_too_sends_nothing_more(settings: Settings, net: Sockets) -> None:
+    with serving(settings, net) as (scheduler, worker):
+        scheduler.tell_state(State.READY)
+        worker.stop()
+        scheduler.wait_quiet()
+        assert not worker.has_ended()
+        scheduler.send(Heartbeat(scheduler.epoch, State.DRAINING, 0))
+        assert worker.wait_ended() is None
+
+
 def test_prc_03_told_to_stop_before_it_is_ready_it_ends_at_once(settings: Settings, net: Sockets) -> None:
     with worker_thread(settings) as worker:
         worker.stop()
