@@ -18,7 +18,7 @@ from tests.integration.server import STOP_TIMEOUT_S, Server, environment, runnin
 
 pytestmark = [pytest.mark.slow, pytest.mark.surface, pytest.mark.timeout(600)]
 
-SETTINGS = {"kv_cache_tokens": 4096, "num_threads": 1}
+SETTINGS = {"kv_cache_tokens": 4096, "num_threads": 1, "numerics": "exact"}
 PROMPTS = (NUM, HELLO, "2, 3, 4, 5,", "a b c d e f g a b c d e f g a b c")
 BODY = {"max_tokens": 60, "ignore_eos": True}
 _ROUTED = re.compile(r'^tokenway:scheduler_routed_requests_total\{.*worker="([^"]+)"', re.MULTILINE)

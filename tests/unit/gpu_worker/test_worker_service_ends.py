@@ -77,6 +77,7 @@ def test_it_does_not_leave_while_it_holds_an_answer_or_the_scheduler_may_send_it
 
 def test_a_scheduler_that_leaves_too_sends_nothing_more(settings: Settings, net: Sockets) -> None:
     with serving(settings, net) as (scheduler, worker):
+        scheduler.wait_for(Heartbeat, len(scheduler.all_of(Heartbeat)) + 1)  # it knows that it is welcome
         scheduler.tell_state(State.READY)
         worker.stop()
         scheduler.wait_quiet()
