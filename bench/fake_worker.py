@@ -22,6 +22,7 @@ import zmq
 
 from bench.fake_model import FakeModel, plain_token_ids
 from services.launcher.bench.summary import summarize
+from services.model_files.digest import model_digest
 from services.model_files.source import open_model
 from services.model_files.vocabulary import load_vocabulary
 from services.runtime.config import Settings
@@ -71,12 +72,14 @@ class FakeWorker:
     """The loop: takes plans, answers each when its time has come."""
 
     def __init__(self, process: Process, step_s: float) -> None:
-        vocabulary = load_vocabulary(open_model(process.settings.model))
+        files = open_model(process.settings.model)
+        vocabulary = load_vocabulary(files)
         self._process = process
         self._model = FakeModel(plain_token_ids(vocabulary))
         self._pace = Pace(step_s)
         self._session = process.new_session("")
-        self._session.worker_card = _card(process.settings, vocabulary.num_entries, step_s)
+        card = _card(process.settings, vocabulary.num_entries, step_s)
+        self._session.worker_card = dataclasses.replace(card, model_digest=model_digest(files))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._port = DealerPort(self._context, process.scheduler_endpoint(), process.identity.routing_id)
         self._receiver = BlockingReceiver([self._port])

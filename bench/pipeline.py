@@ -55,10 +55,11 @@ class Group:
         """By the name that each was started under."""
         return {name: process.pid for name, process in self._processes.items()}
 
-    def start_all(self, num_detokenizers: int, *worker_arguments: str) -> None:
-        """Starts the scheduler, a fake worker with these arguments, detokenizers, and as many tokenizers as are set."""
+    def start_all(self, num_detokenizers: int, *worker_arguments: str, num_workers: int = 1) -> None:
+        """Starts the scheduler, fake workers with these arguments, detokenizers, and as many tokenizers as are set."""
         self._start("scheduler", "services.scheduler")
-        self._start("worker", "bench.fake_worker", *worker_arguments)
+        for number in range(num_workers):
+            self._start(_numbered("worker", number), "bench.fake_worker", *worker_arguments)
         for number in range(num_detokenizers):
             self._start(_numbered("detokenizer", number), "services.detokenizer")
         for number in range(self._settings.num_tokenizers):

@@ -102,16 +102,20 @@ def fit(settings: Settings, device: torch.device, host: Machine, is_config_only:
     if is_laid_out(settings, device):
         on_grid = frozenset() if is_config_only else grid_names(files)
         sizes = dataclasses.replace(sizes, weight_bytes=laid_out_bytes(config, forms_of(settings), on_grid))
+    num_sharing = settings.dp_size if device.type == "cpu" else 1  # on CUDA each worker has a device of its own
     memory = MemoryState(
         total=host.total_bytes,
-        available=max(0, host.available_bytes - sizes.weight_bytes),
+        available=max(0, host.available_bytes - num_sharing * sizes.weight_bytes),
         weights=sizes.weight_bytes,
         activations=sizes.activation_bytes,
         is_cpu=device.type == "cpu",
     )
-    if sizes.weight_bytes + sizes.activation_bytes > host.available_bytes:
-        wanted = sizes.weight_bytes + sizes.activation_bytes
-        problem = f"weights and a step need {wanted / 1e9:.2f} GB, {host.available_bytes / 1e9:.2f} GB are free"
+    wanted = num_sharing * (sizes.weight_bytes + sizes.activation_bytes)
+    if wanted > host.available_bytes:
+        of_whom = f" of {num_sharing} workers" if num_sharing > 1 else ""
+        problem = (
+            f"weights and a step{of_whom} need {wanted / 1e9:.2f} GB, {host.available_bytes / 1e9:.2f} GB are free"
+        )
         return dataclasses.replace(sizes, problem=problem, remedy=_for_weights(sizes, host))
     shape = _page_shape(settings, config, dtype)
     try:

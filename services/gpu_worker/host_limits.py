@@ -30,6 +30,28 @@ def num_cores(cgroup: Path = _CGROUP) -> int:
     return cores
 
 
+def keep_to_share(rank: int, count: int) -> None:
+    """Keeps this process to its share of the cores, where each of `count` processes alike can have one to itself.
+
+    Threads of several workers on the same cores wait for each other at every barrier. A limit of processor time in the
+    control group says how much, not where: then the threads are divided, and the system places them.
+
+    Args:
+        rank: which of the processes this one is, in [0, count).
+        count: how many there are, >= 1.
+    """
+    if count == 1 or not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if count <= len(cores) == num_cores():
+        os.sched_setaffinity(0, cores[rank * len(cores) // count : (rank + 1) * len(cores) // count])
+
+
+def share_of_cores(count: int) -> int:
+    """Threads for each of `count` processes alike, at least 1. To be asked before `keep_to_share`."""
+    return max(1, num_cores() // count)
+
+
 def total_memory_bytes(cgroup: Path = _CGROUP) -> int:
     """Memory that this process may fill at most."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -101,22 +101,24 @@ def pool_size(memory: MemoryState, shape: KvCacheShape, settings: Settings, max_
                 f"{_size(memory.most_for_pool)} are left ({_left(memory)})"
             )
     else:
-        num_pages = min(_share(memory, settings.mem_fraction_static) // page_bytes - 1, _MAX_PAGES)  # the dummy page
+        num_pages = min(_share(memory, settings) // page_bytes - 1, _MAX_PAGES)  # the dummy page
         least_tokens = min(max_model_len, LEAST_POOL_TOKENS)
         least_pages = -(-least_tokens // shape.page_size)
         if num_pages < least_pages:
             raise StartError(
                 f"no memory for a KV pool: {least_tokens} tokens take {_size(least_pages * page_bytes)} in pages of "
-                f"{shape.page_size}, there are {_size(max(0, _share(memory, settings.mem_fraction_static)))} "
+                f"{shape.page_size}, there are {_size(max(0, _share(memory, settings)))} "
                 f"({_left(memory)}); a smaller model, a higher --mem-fraction-static or --kv-cache-tokens may help"
             )
     return PoolSize(num_pages, _table(memory, shape, num_pages))
 
 
-def _share(memory: MemoryState, fraction: float) -> int:
-    """Bytes for the pool when nobody says how many tokens it shall hold."""
+def _share(memory: MemoryState, settings: Settings) -> int:
+    """Bytes for the pool when nobody says how many tokens it shall hold. Workers on one CPU share its memory."""
+    fraction = settings.mem_fraction_static
     if memory.is_cpu:
-        return min(int(MAX_CPU_SHARE * memory.total), int(fraction * memory.available) - memory.activations)
+        most, left = int(MAX_CPU_SHARE * memory.total), int(fraction * memory.available)
+        return min(most // settings.dp_size, left // settings.dp_size - memory.activations)
     used = memory.total - memory.available
     return min(int(fraction * memory.total) - used, memory.most_for_pool)
 

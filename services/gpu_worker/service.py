@@ -113,7 +113,7 @@ class WorkerService:
                 self._instruments.count(result, pending.num_tokens)
 
     def _is_done(self, now_s: float) -> bool:
-        """Whether to leave: told to stop, and nothing runs any more or the time to drain is over."""
+        """Whether to leave: told to stop, and the scheduler knows and nothing is held, or the time to drain is over."""
         if not self._process.is_stopping:
             return False
         if self._drain_deadline_s is None:
@@ -123,9 +123,14 @@ class WorkerService:
             logger.info("draining: %d rows are held", self._worker.state.num_held)
         if self._pending:
             return False
-        if now_s >= self._drain_deadline_s or not self._link.session.is_welcome:
+        session = self._link.session
+        if now_s >= self._drain_deadline_s or not session.is_welcome:
             return True
-        return not self._plans and now_s - self._last_plan_s >= _QUIET_S
+        if self._plans or self._worker.state.num_held:
+            return False
+        if session.told_state is State.READY and session.scheduler_state is State.READY:
+            return False  # it may not know yet, and send new rows
+        return now_s - self._last_plan_s >= _QUIET_S
 
 
 def main(process: Process) -> None:

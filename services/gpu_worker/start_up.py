@@ -22,7 +22,7 @@ from services.gpu_worker.grammar_process import ChildSpec
 from services.gpu_worker.grammar_rows import GrammarRows
 from services.gpu_worker.graph_warm_up import graph_device, record_graphs
 from services.gpu_worker.held_rows import WorkerSizes
-from services.gpu_worker.host_limits import keep_freed_memory, num_cores
+from services.gpu_worker.host_limits import keep_freed_memory, keep_to_share, share_of_cores
 from services.gpu_worker.kernels import operators_for, triton_problem
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.largest_step import run_largest_step
@@ -35,6 +35,7 @@ from services.gpu_worker.step_launcher import StepLauncher
 from services.gpu_worker.warm_up import WarmUp, warm_up
 from services.gpu_worker.weights import RunnableModel, load_laid_out, load_model
 from services.gpu_worker.worker_state import WorkerState
+from services.model_files.digest import model_digest
 from services.model_files.errors import ModelFileError
 from services.model_files.source import open_model
 from services.runtime.config import Settings
@@ -70,10 +71,12 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     Raises:
         StartError: settings, files or memory are at fault; one line that names what.
     """
+    if settings.dp_rank >= settings.dp_size:
+        raise StartError(f"--dp-rank must be less than --dp-size, {settings.dp_size}, not {settings.dp_rank}")
     device = choose_device(settings)
-    set_up_threads(settings)
+    set_up_threads(settings, device)
     keep_freed_memory()
-    model = _load(settings, device, pump)
+    model, digest = _load(settings, device, pump)
     config, weights = model.config, model.weights
     max_model_len = choose_context(settings, config)
     dtype = weights.embedding.dtype
@@ -109,6 +112,7 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
         max_rows=settings.max_running_requests,
         chunk_tokens=measured.chunk_tokens,
         chunk_ms=1000 * measured.chunk_s,
+        model_digest=digest,
     )
     runner = ModelRunner(config, weights, kv_cache, attention, operators)
     if graphs := graph_device(settings, runner):
@@ -118,17 +122,29 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
 
 
 def choose_device(settings: Settings) -> torch.device:
-    """The device; StartError when CUDA is asked for and there is none."""
+    """The device; StartError when CUDA is asked for and there is none, or none for this one of several workers."""
     has_cuda = torch.cuda.is_available()
     if settings.device == "cuda" and not has_cuda:
         raise StartError("--device cuda: torch finds no CUDA device (--device cpu runs everywhere)")
     is_cuda = has_cuda and settings.device != "cpu"
-    return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    if not is_cuda:
+        return torch.device("cpu")
+    if settings.dp_size > 1 and settings.dp_rank >= torch.cuda.device_count():
+        raise StartError(
+            f"--dp-size {settings.dp_size}: each worker takes a CUDA device of its own, torch finds "
+            f"{torch.cuda.device_count()}"
+        )
+    return torch.device("cuda", settings.dp_rank if settings.dp_size > 1 else torch.cuda.current_device())
 
 
-def set_up_threads(settings: Settings) -> None:
-    """Gives the CPU kernels their threads; a second pool beside them would only take their cores away."""
-    torch.set_num_threads(settings.num_threads or num_cores())
+def set_up_threads(settings: Settings, device: torch.device) -> None:
+    """Gives the CPU kernels their threads; a second pool beside them would only take their cores away.
+
+    Workers on one CPU share its cores: each has a part of its own.
+    """
+    torch.set_num_threads(settings.num_threads or share_of_cores(settings.dp_size))
+    if device.type == "cpu":
+        keep_to_share(settings.dp_rank, settings.dp_size)
     if torch.get_num_interop_threads() != 1:
         torch.set_num_interop_threads(1)
 
@@ -171,7 +187,8 @@ def forms_of(settings: Settings, pump: Callable[[], None] = lambda: None) -> Cpu
     return CpuForms(settings.numerics == "exact", int(settings.cpu_copies_gb * 1e9), pump)
 
 
-def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) -> RunnableModel:
+def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) -> tuple[RunnableModel, str]:
+    """The model, and what tells its files from another's."""
     dtype, forms = choose_dtype(settings), forms_of(settings, pump)
     try:
         files = open_model(settings.model)
@@ -185,6 +202,7 @@ def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) ->
             else:
                 plain = load_model(files, device, dtype, progress)
                 model = RunnableModel(plain.config, plain.weights, plain.report)
+        digest = model_digest(files)
     except ModelFileError as error:
         raise StartError(str(error)) from error
     except torch.OutOfMemoryError as error:
@@ -192,7 +210,7 @@ def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) ->
     _log_load(files.path, model, device)
     if is_laid_out(settings, device):
         logger.info("numerics %s: %s", settings.numerics, forms.description)
-    return model
+    return model, digest
 
 
 def _log_load(path: Path, model: RunnableModel, device: torch.device) -> None:

@@ -31,12 +31,14 @@ class ChildSpec:
         command: the program and its arguments.
         environment: all of its variables.
         stop_order: children of a lower order are stopped, and have ended, before those of a higher one.
+        kind: children of one kind stand in for each other, so one that was told to end may; "" when none can.
     """
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
     stop_order: int
+    kind: str = ""
 
 
 class Child:

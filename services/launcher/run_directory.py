@@ -73,6 +73,22 @@ def given_run_directory(path: Path) -> Iterator[Path]:
         os.close(lock)
 
 
+@contextmanager
+def shared_run_directory(path: Path) -> Iterator[Path]:
+    """A directory for one process of a group whose others may use it too, also those of a running server.
+
+    Raises:
+        EndpointInUseError: others may enter it.
+    """
+    path = private_directory(path.absolute())
+    lock = _lock(path, fcntl.LOCK_SH)  # None where a whole server runs in it: then that one clears it away
+    try:
+        yield path
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
 def _is_own_directory(path: Path) -> bool:
     try:
         info = path.lstat()
@@ -92,11 +108,11 @@ def _remove_leftovers(base: Path) -> None:
                 os.close(lock)
 
 
-def _lock(directory: Path) -> int | None:
-    """Locks a directory for as long as the descriptor is open; None when another process holds the lock."""
+def _lock(directory: Path, kind: int = fcntl.LOCK_EX) -> int | None:
+    """Locks a directory for as long as the descriptor is open; None when a lock of another process forbids it."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         return None

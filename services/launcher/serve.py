@@ -13,7 +13,7 @@ from services.launcher.child import ChildSpec
 from services.launcher.models import resolve_model
 from services.launcher.port import reserve_port
 from services.launcher.progress import Entrance, HttpStartup, SilentStartup
-from services.launcher.run_directory import given_run_directory, new_run_directory
+from services.launcher.run_directory import given_run_directory, new_run_directory, shared_run_directory
 from services.launcher.supervisor import Startup, Stop, Supervisor
 from services.model_files.source import model_name
 from services.runtime.config import (
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
         prog="tokenway serve",
-        description="Starts a scheduler, a worker, tokenizers and detokenizers, and watches them.",
+        description="Starts a scheduler, workers, tokenizers and detokenizers, and watches them.",
         epilog="Example: tokenway serve qwen3:0.6b --port 9000. Each setting is also a key of a TOML file (--config) "
         "and a variable TOKENWAY_...; flags win over variables, variables over the file. Status: 0 after SIGTERM, 130 "
         "after Ctrl-C, 2 when it cannot start, 1 when a process died.",
@@ -80,7 +80,8 @@ def _take_role(arguments: Sequence[str]) -> tuple[Role | None, list[str]]:
 
 def _run_directory(settings: Settings, role: Role | None) -> AbstractContextManager[Path]:
     if settings.run_dir:
-        return given_run_directory(Path(settings.run_dir))
+        path = Path(settings.run_dir)
+        return given_run_directory(path) if role is None else shared_run_directory(path)
     if role is not None and not settings.scheduler_endpoint:
         raise StartError("--role needs --scheduler-endpoint or --run-dir: where the other roles are found")
     return new_run_directory()
@@ -89,11 +90,17 @@ def _run_directory(settings: Settings, role: Role | None) -> AbstractContextMana
 def _child_specs(roles: Sequence[Role], settings: Settings) -> list[ChildSpec]:
     """What to start. Tokenizers stop first: they finish what is open while the others still work for them."""
     is_group = len(roles) > 1
-    counts = {Role.TOKENIZER: settings.num_tokenizers, Role.DETOKENIZER: settings.num_detokenizers}
+    counts = {
+        Role.GPU_WORKER: settings.dp_size,
+        Role.TOKENIZER: settings.num_tokenizers,
+        Role.DETOKENIZER: settings.num_detokenizers,
+    }
     specs = []
     for role in roles:
         for number in range(counts.get(role, 1) if is_group else 1):
             own = dataclasses.replace(settings, instance=str(number)) if is_group else settings
+            if is_group and role == Role.GPU_WORKER:
+                own = dataclasses.replace(own, dp_rank=number)
             if role != Role.TOKENIZER:  # nobody else need know them
                 own = own.without_secrets()
             specs.append(
@@ -102,6 +109,7 @@ def _child_specs(roles: Sequence[Role], settings: Settings) -> list[ChildSpec]:
                     command=(sys.executable, "-m", f"services.{role}"),
                     environment=inherited_environment() | own.as_environment(),
                     stop_order=0 if role == Role.TOKENIZER else 1,
+                    kind=str(role),
                 )
             )
     return specs

@@ -1,5 +1,7 @@
 """The supervisor: the only parent of a host's processes. One child that dies ends them all.
 
+One that was told to end, and did as it should, may go while another of its kind remains.
+
 It owns the children from start to end and must never hold model code or request state. It is one loop over three kinds
 of event: a signal (a child's death is one: SIGCHLD), a line that a child printed, a deadline. Nothing else wakes it, so
 an idle server costs nothing here.
@@ -122,10 +124,16 @@ class Supervisor:
             self._children.remove(child)
             self._stop_reading(child)
             self._output.pass_on(child.finish())
-            if self._stopping is None:
+            if self._stopping is None and self._may_leave(child):
+                self._output.say(f"{child.spec.name} has left")
+            elif self._stopping is None:
                 self._reason = child.describe_end()
                 self._output.say(self._reason)
                 self._stop(_AFTER_DEATH, EXIT_BAD_START if child.status == EXIT_BAD_START else EXIT_FAILURE)
+
+    def _may_leave(self, child: Child) -> bool:
+        is_replaced = any(other.spec.kind == child.spec.kind for other in self._children)
+        return child.status == 0 and bool(child.spec.kind) and is_replaced
 
     def _go_on_stopping(self) -> None:
         if self._stopping is None:

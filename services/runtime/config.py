@@ -108,6 +108,8 @@ class Settings:
     # the group
     num_tokenizers: int = setting(1, "tokenizer processes, all on one port")
     num_detokenizers: int = setting(1, "detokenizer processes")
+    dp_size: int = setting(1, "worker processes of this host, each with the whole model")
+    dp_rank: int = setting(0, "which of these a worker is: its CUDA device, its share of cores and memory")
     scheduler_endpoint: str = setting(
         "", "ipc://PATH or tcp://HOST:PORT of the scheduler (default: in the run directory)"
     )
@@ -115,6 +117,9 @@ class Settings:
     instance: str = setting("", "name of this process among its role (default: random)")
     drain_timeout_s: float = setting(30.0, "how long a stopping process lets its requests finish")
     # scheduling
+    routing: str = setting(
+        "prefix", "which worker gets a request: where its prefix is, or each in turn", ("prefix", "round_robin")
+    )
     page_size: int = setting(16, "tokens of a KV page")
     enable_prefix_caching: bool = setting(True, "reuse the KV pages of prompts and answers that share a prefix")
     kv_cache_tokens: int = setting(0, "tokens of the KV pool (0: what memory allows)")
@@ -204,6 +209,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("write_timeout_s", 0.1, 86400),
     ("num_tokenizers", 1, 64),
     ("num_detokenizers", 1, 64),
+    ("dp_size", 1, 64),
+    ("dp_rank", 0, 63),
     ("drain_timeout_s", 0, 86400),
     ("page_size", 1, 1024),
     ("kv_cache_tokens", 0, 2**31 - 1),

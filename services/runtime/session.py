@@ -47,6 +47,7 @@ class SchedulerSession:
         self.state = State.STARTING
         self.progress = 0
         self.scheduler_epoch: int | None = None
+        self.scheduler_state = State.STARTING  # as it last told
         self.members: tuple[Member, ...] = ()
         self._worker_card: WorkerCard | None = None
         self._address = address
@@ -123,13 +124,21 @@ class SchedulerSession:
                 raise HandshakeError(reason)
             case Roster(members=members):
                 self.members = members
-            case Heartbeat(epoch=epoch):
+            case Heartbeat(epoch=epoch, state=state):
+                self.scheduler_state = state
                 if self.is_welcome and epoch != self.scheduler_epoch:
                     self.scheduler_epoch = None
                     self._next_send_s = now_s
             case _:
                 return False
         return True
+
+    @property
+    def told_state(self) -> State | None:
+        """The state that the last roster tells of this process: what the scheduler acts on. None: it is not in it."""
+        identity = self.identity
+        own = (identity.role, identity.instance, identity.epoch)
+        return next((m.state for m in self.members if (m.role, m.instance, m.epoch) == own), None)
 
     def members_of(self, role: Role) -> tuple[Member, ...]:
         """The live processes of a role, from the last roster."""

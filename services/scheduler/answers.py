@@ -203,6 +203,7 @@ class Answers:
             if record is None:
                 continue
             if not record.first_token_s and item.token_ids:
+                self.router.prefilled(record)
                 self.journeys.first_token(record, now_s)
             if item.finish and not record.is_admitted:
                 self._refuse_record(record, refusal_of_end(item.finish), now_s)

@@ -103,6 +103,12 @@ class Group:
             for peer in self.membership.of(Role.TOKENIZER):
                 self._port.send_now(peer.routing_id, telemetry)
 
+    def drain(self, now_s: float) -> None:
+        """Takes no more requests. All are told at once: it may be gone before the next heartbeat."""
+        self.state = State.DRAINING
+        self._heartbeat_s = now_s
+        self.tell_times(now_s)
+
     def next_s(self) -> float:
         """When `tell_times` is due."""
         return min(self._heartbeat_s, self._telemetry_s)

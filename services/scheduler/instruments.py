@@ -29,6 +29,7 @@ class SchedulerCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """One family for each number."""
         yield from self._requests()
+        yield from self._routes()
         yield from self._pages()
         yield from self._work()
         yield from self._messages()
@@ -46,6 +47,19 @@ class SchedulerCollector(Collector):
         yield gauge("scheduler_records", router.num_records)
         yield counter("scheduler_refused_requests", self._answers.num_refused)
         yield labelled_counter("scheduler_finished", ["reason"], {(name,): n for name, n in finished.items()})
+
+    def _routes(self) -> Iterable[Metric]:
+        backlogs = self._workers.router.backlogs
+        here = [peer for peer in self._membership.of(Role.GPU_WORKER) if peer.routing_id in backlogs]
+        routed: dict[tuple[str, ...], float] = {}
+        loads: dict[tuple[str, ...], float] = {}
+        for peer in here:
+            backlog = backlogs[peer.routing_id]
+            routed[peer.hello.instance,] = backlog.num_routed
+            loads[peer.hello.instance,] = backlog.load_ms / 1000
+        yield labelled_counter("scheduler_routed_requests", ["worker"], routed)
+        yield labelled_gauge("scheduler_worker_load_seconds", ["worker"], loads)
+        yield counter("scheduler_moved_requests", self._workers.router.num_moved)
 
     def _pages(self) -> Iterable[Metric]:
         ledgers = [core.ledger for core in self._workers.router.cores.values()]

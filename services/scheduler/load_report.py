@@ -46,7 +46,7 @@ class FinishRate:
 
 
 def load_of(cores: list[Core], state: State, retry_after_s: int, idle_ms: int) -> Load:
-    """What tokenizers are told; all zero while no worker is there."""
+    """What tokenizers are told; all zero while no worker is there. A request must fit whichever worker gets it."""
     return Load(
         state=state,
         num_waiting=sum(core.num_waiting for core in cores),
@@ -54,7 +54,7 @@ def load_of(cores: list[Core], state: State, retry_after_s: int, idle_ms: int) -
         num_running=sum(core.num_running + core.num_retracted for core in cores),
         free_pages=sum(core.ledger.num_available for core in cores),
         num_pages=sum(core.limits.num_pages for core in cores),
-        max_total_tokens=max((core.limits.max_total_tokens for core in cores), default=0),
+        max_total_tokens=min((core.limits.max_total_tokens for core in cores), default=0),
         retry_after_s=retry_after_s,
         idle_ms=min(idle_ms, 2**31 - 1),
     )

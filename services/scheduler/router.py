@@ -1,7 +1,8 @@
 """scheduler: which worker makes which answer, and the record of every request.
 
-A record holds the prompt ids, the parameters and the output ids (in its `Request`), and where the answer goes. It stays
-after the end until the tokenizer process has acknowledged the last id, so that a gap can be sent again; at the longest
+It asks `routing` for the order in which workers are asked, and gives a request to the first that takes it. A record
+holds the prompt ids, the parameters and the output ids (in its `Request`), and where the answer goes. It stays after
+the end until the tokenizer process has acknowledged the last id, so that a gap can be sent again; at the longest
 RECORD_KEPT_S. Pure: the shell brings the clock.
 """
 
@@ -11,13 +12,18 @@ from collections import Counter, OrderedDict
 from collections.abc import Container
 from dataclasses import dataclass
 
+from services.scheduler.admission import RequestRefusedError
+from services.scheduler.backlog import Backlog, Errand
 from services.scheduler.core import Core
 from services.scheduler.outcomes import Produced
-from services.scheduler.request import Request
+from services.scheduler.radix_cache import TOKEN_BYTES
+from services.scheduler.request import Request, RequestState
+from services.scheduler.routing import Offer, Routing, by_prefix
 from services.wire.finish import Finish
 from services.wire.requests import Submit
 
 RECORD_KEPT_S = 60.0
+_NOT_BEGUN = frozenset({RequestState.COMPILING, RequestState.HELD, RequestState.WAITING})
 MAX_ENDED_RECORDS = 4096  # beyond it the oldest go first: their tokenizer has long stopped acknowledging
 
 
@@ -32,6 +38,7 @@ class Record:
 
     request: Request
     worker: bytes
+    errand: Errand
     tokenizer: bytes
     detokenizer: bytes
     is_admitted: bool = False
@@ -42,11 +49,18 @@ class Record:
 
 
 class Router:
-    """The cores (one for each worker, by routing id) and the records of all requests."""
+    """The cores (one for each worker, by routing id) and the records of all requests.
 
-    def __init__(self) -> None:
+    Args:
+        routing: which of several workers gets a request.
+    """
+
+    def __init__(self, routing: Routing = by_prefix) -> None:
         self.cores: dict[bytes, Core] = {}
+        self.backlogs: dict[bytes, Backlog] = {}
         self.num_stale = 0  # messages about unknown requests or other attempts
+        self.num_moved = 0  # requests that another worker took over before theirs began them
+        self._routing = routing
         self._records: dict[bytes, Record] = {}
         self._ended: OrderedDict[bytes, float] = OrderedDict()
         self._num_open_of: Counter[bytes] = Counter()  # by detokenizer
@@ -77,8 +91,13 @@ class Router:
         """The record of a request, whichever its attempt."""
         return self._records.get(request_id)
 
+    def add_worker(self, worker: bytes, core: Core, token_ms: float) -> None:
+        """A worker joined: its core, and how long it computes a token of a prompt."""
+        self.cores[worker] = core
+        self.backlogs[worker] = Backlog(core.limits.page_size, token_ms)
+
     def submit(self, submit: Submit, workers: list[bytes], tokenizer: bytes, detokenizer: bytes) -> Record:
-        """Gives a request to the worker that holds most of its prefix, among equals to the one with least to do.
+        """Gives a request to a worker; siblings with one prompt all to one.
 
         Args:
             submit: a request whose id has no record.
@@ -87,19 +106,38 @@ class Router:
             detokenizer: which makes it text.
 
         Raises:
-            RequestRefusedError: it cannot run there.
+            RequestRefusedError: it cannot run on any of them. When it only has to wait for one, that is what it says.
         """
-
-        def preference(worker: bytes) -> tuple[int, int]:
-            core = self.cores[worker]
-            num_cached = core.ledger.cache.peek(submit.cache_root, submit.prompt_token_ids)
-            return num_cached, -core.num_open
-
-        worker = workers[0] if len(workers) == 1 else max(workers, key=preference)
-        record = Record(self.cores[worker].submit(submit, detokenizer), worker, tokenizer, detokenizer)
+        request, worker, errand = self._place(submit, workers, detokenizer)
+        record = Record(request, worker, errand, tokenizer, detokenizer)
         self._records[submit.request_id] = record
         self._num_open_of[detokenizer] += 1
         return record
+
+    def move_waiting(self, worker: bytes, takers: list[bytes]) -> None:
+        """Gives to others what a worker that leaves has not begun. What nobody takes stays where it is.
+
+        What somebody was told of stays too: parts of its prompt, or that its grammar can be used.
+        """
+        core = self.cores.get(worker)
+        for request in core.open_requests if core is not None and takers else []:
+            record = self._records.get(request.request_id)
+            if core is None or record is None or not _can_move(record, request):
+                continue
+            try:
+                placed = self._place(request.submit, takers, record.detokenizer)
+            except RequestRefusedError:
+                continue
+            core.end(request, Finish.ABORTED)
+            self.backlogs[worker].end(record.errand)
+            record.request, record.worker, record.errand = placed
+            self.num_moved += 1
+
+    def prefilled(self, record: Record) -> None:
+        """The first token of an answer came."""
+        backlog = self.backlogs.get(record.worker)
+        if backlog is not None:
+            backlog.prefilled(record.errand)
 
     def settle(self, request: Request, now_s: float) -> Record | None:
         """The record of a request that produced something; notes its end. None when it was forgotten meanwhile."""
@@ -171,12 +209,63 @@ class Router:
     def remove_worker(self, worker: bytes) -> list[Produced]:
         """A worker left: every request that it ran ends with BACKEND_LOST."""
         core = self.cores.pop(worker, None)
+        self.backlogs.pop(worker, None)
         if core is None:
             return []
         ended = [core.end(request, Finish.BACKEND_LOST) for request in core.open_requests]
         return [item for item in ended if item is not None]
 
+    def _place(self, submit: Submit, workers: list[bytes], detokenizer: bytes) -> tuple[Request, bytes, Errand]:
+        refusal: RequestRefusedError | None = None
+        for worker, num_prefix in self._order(submit, workers):
+            try:
+                request = self.cores[worker].submit(submit, detokenizer)
+            except RequestRefusedError as error:
+                if refusal is None or refusal.status != 503:
+                    refusal = error
+                continue
+            return request, worker, self.backlogs[worker].give(submit.cache_root, submit.prompt_token_ids, num_prefix)
+        raise refusal or ValueError("no worker to ask")
+
+    def _order(self, submit: Submit, workers: list[bytes]) -> list[tuple[bytes, int]]:
+        """The workers in the order in which they are asked, and how much of the prompt each holds or is to compute."""
+        if len(workers) == 1:
+            return [(workers[0], self._num_prefix(submit, workers[0]))]
+        offers = []
+        for worker in workers:
+            backlog = self.backlogs[worker]
+            num_prefix = self._num_prefix(submit, worker)
+            offers.append(Offer(worker, num_prefix, backlog.load_ms, backlog.token_ms, backlog.num_given))
+        order = self._routing(offers, len(submit.prompt_token_ids) // TOKEN_BYTES)
+        leader = self._records.get(submit.group_id)
+        if leader is not None and _are_siblings(leader.request, submit):
+            order.sort(key=lambda offer: offer.worker != leader.worker)  # one prompt is computed once
+        return [(offer.worker, offer.num_prefix) for offer in order]
+
+    def _num_prefix(self, submit: Submit, worker: bytes) -> int:
+        root, prompt = submit.cache_root, submit.prompt_token_ids
+        core = self.cores[worker]
+        if not core.limits.caches_prefixes:
+            return 0
+        return max(core.ledger.cache.peek(root, prompt), self.backlogs[worker].promised(root, prompt))
+
     def _close(self, record: Record) -> None:
+        backlog = self.backlogs.get(record.worker)
+        if backlog is not None:
+            backlog.end(record.errand)
         self._num_open_of[record.detokenizer] -= 1
         if not self._num_open_of[record.detokenizer]:
             del self._num_open_of[record.detokenizer]
+
+
+def _are_siblings(leader: Request, submit: Submit) -> bool:
+    """Whether an open request and a new one of its group have the same prompt."""
+    return leader.is_alive and leader.submit.prompt_token_ids == submit.prompt_token_ids
+
+
+def _can_move(record: Record, request: Request) -> bool:
+    """Whether a request can begin elsewhere as if it had just come."""
+    is_told_of_prompt = request.prompt is not None and bool(request.prompt.parts)
+    is_told_of_grammar = record.is_admitted and request.submit.sampling.grammar is not None
+    is_same = record.request is request and request.state in _NOT_BEGUN
+    return is_same and not is_told_of_prompt and not is_told_of_grammar

@@ -26,6 +26,7 @@ from services.scheduler.journeys import Journeys
 from services.scheduler.load_report import RETRY_DRAINING_S, LoadPacer, load_of
 from services.scheduler.membership import GreetingRefusedError, Peer
 from services.scheduler.router import Router
+from services.scheduler.routing import routing_of
 from services.scheduler.step_result import ResultError
 from services.scheduler.workers import Workers
 from services.wire.answers import DecodeFailed, StopFound
@@ -68,7 +69,7 @@ class SchedulerService:
             raise
         self._receiver = BlockingReceiver([self._port])
         process.on_stop = self._receiver.interrupt
-        self._router = Router()
+        self._router = Router(routing_of(process.settings.routing))
         self._group = Group(process.identity, self._port, process.vital_signs, now_s)
         self._workers = Workers(self._router, self._port, process.settings, process.identity.epoch)
         self._answers = Answers(self._router, self._port, Journeys(process.identity, self._router, self._port))
@@ -156,7 +157,7 @@ class SchedulerService:
         """Does what a member asks for; False when its role has no business to send this."""
         match peer.role, message:
             case _, Heartbeat():
-                self._group.membership.hear(peer, message)
+                self._hear(peer, message)
             case _, Goodbye():
                 self._remove(peer, False, now_s)
             case Role.TOKENIZER, Submit():
@@ -186,7 +187,7 @@ class SchedulerService:
             refusal = RequestRefusedError(503, "draining", "The server is shutting down.")
             self._answers.refuse(peer.routing_id, submit, refusal, RETRY_DRAINING_S)
             return
-        workers = [worker.routing_id for worker in self._ready(Role.GPU_WORKER)]
+        workers = self._takers()
         detokenizers = [detokenizer.routing_id for detokenizer in self._ready(Role.DETOKENIZER)]
         self._answers.submit(peer.routing_id, submit, (workers, detokenizers), now_s)
 
@@ -209,6 +210,17 @@ class SchedulerService:
             peer = self._group.membership.peers.get(routing_id)
             if peer is not None:
                 self._remove(peer, True, now_s)
+
+    def _hear(self, peer: Peer, heartbeat: Heartbeat) -> None:
+        """Takes a heartbeat. What a worker that begins to drain has not begun goes to others."""
+        was_draining = peer.state is State.DRAINING
+        self._group.membership.hear(peer, heartbeat)
+        if peer.role is Role.GPU_WORKER and peer.state is State.DRAINING and not was_draining:
+            self._router.move_waiting(peer.routing_id, self._takers())
+
+    def _takers(self) -> list[bytes]:
+        """The workers that take new requests."""
+        return [worker.routing_id for worker in self._ready(Role.GPU_WORKER)]
 
     def _ready(self, role: Role, can_drain: bool = False) -> list[Peer]:
         """Members of a role that work; with `can_drain` also those that only finish what they have."""
@@ -261,7 +273,7 @@ class SchedulerService:
         elif peer.role is Role.DETOKENIZER:
             self._answers.detokenizer_lost(peer.routing_id, now_s)
         else:
-            self._answers.produced(self._workers.leave(peer), now_s)
+            self._answers.produced(self._workers.leave(peer, self._takers()), now_s)
 
     # ------------------------------------------------------------ times
 
@@ -294,7 +306,7 @@ class SchedulerService:
         """Whether to leave: told to stop or bound to fail, all answers ended, and their ends acknowledged."""
         if self._process.is_stopping and self._drain_deadline_s is None:
             self._drain_deadline_s = now_s + self._process.drain_timeout_s
-            self._group.state = State.DRAINING
+            self._group.drain(now_s)
             self._workers.is_paused = False  # what is open shall end by itself if it can
             logger.info("draining: %d requests are open", self._router.num_open)
             self._tell_load(now_s)

@@ -63,6 +63,26 @@ def stall_limit_s(card: WorkerCard, limits: CoreLimits) -> float:
     return max(LEAST_STALL_S, _STALL_FACTOR * num_chunks * card.chunk_ms / 1000)
 
 
+def check_alike(card: WorkerCard, other: WorkerCard) -> None:
+    """Whether a worker can stand in for one that is here: an answer must not depend on who makes it.
+
+    Raises:
+        GreetingRefusedError: it cannot; says in what they differ.
+    """
+    own_sizes, other_sizes = (card.vocab_size, card.logits_width), (other.vocab_size, other.logits_width)
+    if own_sizes != other_sizes or card.model_digest != other.model_digest:
+        raise GreetingRefusedError(
+            f"its model is not the one that the workers here serve (digest {card.model_digest or 'unknown'} of files, "
+            f"vocabulary {card.vocab_size}; here {other.model_digest or 'unknown'}, {other.vocab_size}): "
+            "start all workers of a group with the same --model"
+        )
+    if card.max_model_len != other.max_model_len:
+        raise GreetingRefusedError(
+            f"its context is {card.max_model_len} tokens, that of the workers here {other.max_model_len}: "
+            "start all workers of a group with the same --max-model-len"
+        )
+
+
 class Workers:
     """Every worker that has shown its card.
 
@@ -93,6 +113,7 @@ class Workers:
         self._settings = settings
         self._epoch = epoch
         self._clock = clock
+        self._cards: dict[bytes, WorkerCard] = {}
         self._stall_limits_s: dict[bytes, float] = {}
         self._progress_s: dict[bytes, float] = {}
 
@@ -100,16 +121,20 @@ class Workers:
         """Makes the core of a worker that shows its card.
 
         Raises:
-            GreetingRefusedError: its sizes and the settings cannot work together, or it shows another card than before.
+            GreetingRefusedError: its sizes and the settings cannot work together, or it serves another model or context
+                than the workers that are here.
         """
         card = peer.card
         if card is None or peer.routing_id in self.router.cores:
             return
+        for other in self._cards.values():
+            check_alike(card, other)
         try:
             limits = limits_of(card, self._settings)
         except ValueError as error:
             raise GreetingRefusedError(str(error)) from error
-        self.router.cores[peer.routing_id] = Core(limits, self._epoch)
+        self._cards[peer.routing_id] = card
+        self.router.add_worker(peer.routing_id, Core(limits, self._epoch), card.chunk_ms / max(card.chunk_tokens, 1))
         self._stall_limits_s[peer.routing_id] = stall_limit_s(card, limits)
         self._progress_s[peer.routing_id] = now_s
         logger.info(
@@ -118,14 +143,18 @@ class Workers:
             limits.chunk_tokens if limits.is_chunked else "off", limits.token_budget,
         )  # fmt: skip
 
-    def leave(self, peer: Peer) -> list[Produced]:
-        """Takes a worker out; all that it ran ends with BACKEND_LOST. What it counted is kept: counters never fall."""
+    def leave(self, peer: Peer, takers: list[bytes]) -> list[Produced]:
+        """Takes a worker out. Others take what it had not begun; what it ran ends with BACKEND_LOST.
+
+        What it counted is kept: counters never fall.
+        """
         core = self.router.cores.get(peer.routing_id)
         if core is None:
             return []
+        self.router.move_waiting(peer.routing_id, takers)
         self.left.add(core.counters)
         self.left_evicted += core.ledger.num_evicted_pages
-        del self._stall_limits_s[peer.routing_id], self._progress_s[peer.routing_id]
+        del self._cards[peer.routing_id], self._stall_limits_s[peer.routing_id], self._progress_s[peer.routing_id]
         return self.router.remove_worker(peer.routing_id)
 
     def take_result(self, peer: Peer, result: StepResult, now_s: float) -> StepOutcome:

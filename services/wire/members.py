@@ -32,7 +32,7 @@ class WorkerCard:
     """What a worker brings: its shape, its memory, its speed and the rows it still holds.
 
     `vocab_size` counts ids the model may be given, `logits_width` what it can produce; `chunk_tokens` is the prefill
-    chunk that it measured to run within its time limit.
+    chunk that it measured to run within its time limit. `model_digest` tells one model's files from another's.
     """
 
     vocab_size: UInt31
@@ -46,6 +46,7 @@ class WorkerCard:
     held_request_ids: RequestIds = b""
     held_attempts: Int32s = b""
     held_indexes: Int32s = b""
+    model_digest: Name = ""
 
     def check(self) -> None:
         """ProtocolError unless the columns agree."""

@@ -40,6 +40,12 @@ def test_a_cpu_pool_takes_at_most_a_quarter_of_the_memory() -> None:
     assert pages(on_cpu()) == 4 * GIB // PAGE - 1
 
 
+def test_workers_on_one_cpu_share_its_memory_and_on_cuda_each_has_a_device() -> None:
+    assert pages(on_cpu(), dp_size=2) == 2 * GIB // PAGE - 1
+    assert pages(on_cpu(available=4 * GIB), dp_size=2, mem_fraction_static=0.75) == GIB // 2 // PAGE - 1
+    assert pages(on_cuda(), dp_size=2) == pages(on_cuda())
+
+
 def test_a_cpu_pool_leaves_room_for_a_step_when_little_is_free() -> None:
     assert pages(on_cpu(available=3 * GIB), mem_fraction_static=0.5) == GIB // 2 // PAGE - 1
 
@@ -178,3 +184,18 @@ def test_freed_memory_is_kept_for_the_next_step() -> None:
     _, is_set, _, num_faults = done.stdout.split()
     assert is_set == "True"
     assert int(num_faults) < 100  # a block takes 1,280 pages
+
+
+def test_workers_on_one_cpu_keep_to_cores_of_their_own() -> None:
+    code = (
+        "import os; from services.gpu_worker.host_limits import keep_to_share, share_of_cores\n"
+        "cores = sorted(os.sched_getaffinity(0))\n"
+        "threads = share_of_cores(len(cores))\n"
+        "keep_to_share(len(cores) - 1, len(cores))\n"
+        "assert (threads, os.sched_getaffinity(0)) == (1, {cores[-1]}), os.sched_getaffinity(0)\n"
+        "keep_to_share(1, 2)\n"
+        "assert os.sched_getaffinity(0) == {cores[-1]}  # more workers than cores: the system places them\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert host_limits.share_of_cores(10**6) == 1

@@ -48,9 +48,42 @@ def test_told_to_stop_it_finishes_what_is_planned_and_says_goodbye(
         worker.stop()
         scheduler.generate(writer, requests)
         assert [request.output for request in requests] == alone
+        scheduler.release(writer, requests)
         assert worker.wait_ended(scheduler) is None
         assert scheduler.wait_for(Goodbye)
         assert State.DRAINING in [beat.state for beat in scheduler.all_of(Heartbeat)]
+
+
+def test_it_does_not_leave_while_it_holds_an_answer_or_the_scheduler_may_send_it_more(
+    settings: Settings, net: Sockets, alone: list[list[int]]
+) -> None:
+    with serving(settings, net) as (scheduler, worker):
+        writer = scheduler.new_writer()
+        requests = new_requests()
+        scheduler.tell_state(State.READY)
+        scheduler.generate(writer, requests, 2)
+        worker.stop()
+        scheduler.wait_quiet()
+        assert not worker.has_ended()  # a step may be late, on a machine that does other things
+        scheduler.generate(writer, requests)
+        assert [request.output for request in requests] == alone
+        scheduler.release(writer, requests)
+        scheduler.wait_quiet()
+        assert not worker.has_ended()  # what was sent before the scheduler knew may still be under way
+        scheduler.tell_state(State.DRAINING)
+        assert worker.wait_ended(scheduler) is None
+        assert scheduler.wait_for(Goodbye)
+
+
+def test_a_scheduler_that_leaves_too_sends_nothing_more(settings: Settings, net: Sockets) -> None:
+    with serving(settings, net) as (scheduler, worker):
+        scheduler.wait_for(Heartbeat, len(scheduler.all_of(Heartbeat)) + 1)  # it knows that it is welcome
+        scheduler.tell_state(State.READY)
+        worker.stop()
+        scheduler.wait_quiet()
+        assert not worker.has_ended()
+        scheduler.send(Heartbeat(scheduler.epoch, State.DRAINING, 0))
+        assert worker.wait_ended() is None
 
 
 def test_prc_03_told_to_stop_before_it_is_ready_it_ends_at_once(settings: Settings, net: Sockets) -> None:
@@ -64,6 +97,7 @@ def test_prc_03_told_to_stop_before_it_is_ready_it_ends_at_once(settings: Settin
     [
         ({"model": "/nowhere/at/all"}, "/nowhere/at/all: no such folder or file"),
         ({"max_model_len": 257}, "256 positions"),
+        ({"dp_size": 2, "dp_rank": 2}, "--dp-rank must be less than --dp-size, 2, not 2"),
         ({"kv_cache_tokens": 2**31 - 1}, "--kv-cache-tokens"),
         ({"attention_backend": "triton"}, "--attention-backend triton: it needs a CUDA device"),
         ({"run_dir": ""}, "--scheduler-endpoint or --run-dir"),
@@ -124,8 +158,9 @@ def test_the_process_serves_and_ends_with_status_0_on_sigterm(settings: Settings
     process = start_process(device="cpu", max_running_requests=MAX_ROWS, num_threads=1, instance="0", **own)
     scheduler = TestScheduler(net)
     scheduler.wait_ready()
-    requests = new_requests()
-    scheduler.generate(scheduler.new_writer(), requests, 2)
+    requests, writer = new_requests(), scheduler.new_writer()
+    scheduler.generate(writer, requests, 2)
+    scheduler.release(writer, requests)
     process.send_signal(signal.SIGTERM)
     scheduler.wait_for(Goodbye)
     _, errors = process.communicate(timeout=30)

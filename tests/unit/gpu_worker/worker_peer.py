@@ -16,7 +16,7 @@ from services.gpu_worker.service import main
 from services.runtime.config import Settings
 from services.runtime.service import Process
 from services.wire.endpoints import Identity
-from services.wire.members import Heartbeat, Hello, Role, State, Welcome
+from services.wire.members import Heartbeat, Hello, Member, Role, Roster, State, Welcome
 from services.wire.messages import PROTOCOL_VERSION
 from services.wire.request_params import SamplingParams
 from services.wire.steps import StepPlan, StepResult
@@ -105,6 +105,22 @@ class TestScheduler:
         while open_ones := [request for request in requests if len(request.output) < num_outputs]:
             parts = [(r, (r.num_expected or len(r.token_ids)) - r.num_planned) for r in open_ones]
             writer.take(self.run(writer.plan(*parts)))
+
+    def release(self, writer: PlanWriter, requests: list[Request]) -> None:
+        """The last plan of answers that have ended: their rows need not be kept."""
+        for request in requests:
+            writer.release(request)
+        self.run(writer.plan())
+
+    def wait_quiet(self) -> None:
+        """Lets pass, in heartbeats, more time than a draining worker waits for a plan."""
+        self.wait_for(Heartbeat, len(self.all_of(Heartbeat)) + 3)
+
+    def tell_state(self, state: State) -> None:
+        """The roster: the state of the worker that this scheduler acts on."""
+        hello = self.all_of(Hello)[-1]
+        member = Member(Role.GPU_WORKER, hello.instance, hello.epoch, hello.address, state)
+        self.send(Roster(1, (member,)))
 
     def run(self, plan: StepPlan) -> StepResult:
         """Sends a plan and waits for its result."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.launcher.cli import COMMANDS
+from services.launcher.serve import _START_ORDER, _child_specs
 from services.runtime.config import Settings
 
 _ROOT = Path(__file__).parents[3]
@@ -108,3 +109,13 @@ def test_a_command_loads_no_library_of_the_processes(name: str) -> None:
     assert not loaded & {"torch", "triton", "safetensors", "transformers", "tokenizers", "aiohttp", "jinja2", "gguf"}
     if name in ("chat", "bench", "models"):  # what begins at once for a person
         assert not loaded & {"zmq", "prometheus_client", "huggingface_hub"}
+
+
+def test_each_worker_is_told_which_it_is_and_stands_in_for_the_others() -> None:
+    specs = _child_specs(_START_ORDER, Settings(dp_size=3, num_detokenizers=2, api_key="secret"))
+    workers = [spec for spec in specs if spec.kind == "gpu_worker"]
+    assert [spec.name for spec in workers] == ["gpu_worker-0", "gpu_worker-1", "gpu_worker-2"]
+    told = [{name: spec.environment.get(f"TOKENWAY_{name}") for name in ("DP_RANK", "DP_SIZE")} for spec in workers]
+    assert told == [{"DP_RANK": rank, "DP_SIZE": "3"} for rank in (None, "1", "2")]
+    assert all("TOKENWAY_API_KEY" not in spec.environment for spec in workers)
+    assert [spec.kind for spec in specs].count("detokenizer") == 2

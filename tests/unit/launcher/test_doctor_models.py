@@ -72,6 +72,17 @@ def test_what_does_not_fit_is_told_with_numbers(tmp_path: Path) -> None:
     assert too_long.problem.startswith("--max-model-len 513 is more than the 512 positions")
 
 
+def test_several_workers_on_one_cpu_must_fit_together(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "llama", "llama")
+    alone = fit(Settings(model=str(folder)), CPU, machine(), is_config_only=False)
+    tight = machine(available=1.5 * (alone.weight_bytes + alone.activation_bytes))
+    assert "weights and a step" not in fit(Settings(model=str(folder)), CPU, tight, is_config_only=False).problem
+    both = fit(Settings(model=str(folder), dp_size=2), CPU, tight, is_config_only=False)
+    assert "weights and a step of 2 workers need" in both.problem
+    roomy = fit(Settings(model=str(folder), dp_size=2), CPU, machine(), is_config_only=False)
+    assert (roomy.problem, roomy.pool_tokens < alone.pool_tokens) == ("", True)
+
+
 @pytest.mark.parametrize(
     ("name", "too_much"), [("max_model_len", 99999), ("kv_cache_tokens", 99_999_999), ("kv_cache_tokens", 2**31 - 1)]
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.launcher.run_directory import given_run_directory, new_run_directory
+from services.launcher.run_directory import given_run_directory, new_run_directory, shared_run_directory
 from services.runtime.service import StartError
 from services.wire.errors import EndpointInUseError
 
@@ -90,6 +90,24 @@ def test_prc_07_a_given_directory_serves_one_run_at_a_time(tmp_path: Path) -> No
         pytest.raises(StartError, match="used by another running server"),
         given_run_directory(path),
     ):
+        pass
+
+
+def test_a_process_of_a_group_shares_the_directory_of_a_server_and_takes_nothing_away(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with given_run_directory(directory) as path, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path / "a.sock"))
+        with shared_run_directory(path):
+            pass
+        assert [entry.name for entry in directory.iterdir()] == ["a.sock"]
+
+
+def test_processes_of_a_group_share_a_directory_that_no_other_server_may_have(tmp_path: Path) -> None:
+    with shared_run_directory(tmp_path / "run") as first, shared_run_directory(tmp_path / "run") as second:
+        assert first == second
+        with pytest.raises(StartError, match="used by another running server"), given_run_directory(first):
+            pass
+    with given_run_directory(first):
         pass
 
 

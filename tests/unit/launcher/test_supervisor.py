@@ -35,6 +35,13 @@ print("up", os.getpid())
 signal.pause()
 """
 
+_ENDS_WHEN_TOLD = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+print("up", os.getpid())
+signal.pause()
+"""
+
 
 @dataclass
 class Group:
@@ -71,8 +78,10 @@ def start() -> Iterator[Start]:
     """Starts a group: code of its children by name, in order of stopping; patience in seconds."""
     groups: list[Group] = []
 
-    def start_group(*children: str, patience: tuple[float, float] = (20, 20), ignored: str = "") -> Group:
-        specs = [{"name": f"child-{i}", "code": code, "stop_order": i} for i, code in enumerate(children)]
+    def start_group(
+        *children: str, patience: tuple[float, float] = (20, 20), ignored: str = "", kind: str = ""
+    ) -> Group:
+        specs = [{"name": f"child-{i}", "code": code, "stop_order": i, "kind": kind} for i, code in enumerate(children)]
         command = [sys.executable, str(Path(__file__).with_name("run_supervisor.py")), json.dumps(specs)]
         if ignored:
             command = ["bash", "-c", f'trap "" {ignored}; exec "$@"', "bash", *command]
@@ -137,6 +146,25 @@ def test_prc_01_the_last_line_names_the_child_that_died_in_service(start: Start)
     assert "so long" in group.lines
     assert re.match(r"tokenway: child-\d was killed by SIGKILL", group.lines[-1])
     assert group.lines.count(group.lines[-1]) == 2
+
+
+def test_a_child_that_was_told_to_end_leaves_while_another_of_its_kind_remains(start: Start) -> None:
+    group = start(_ENDS_WHEN_TOLD, _ENDS_WHEN_TOLD, kind="worker")
+    first, second = group.process_ids(2)
+    os.kill(first, signal.SIGTERM)
+    assert group.read_until(r"tokenway: child-\d has left")
+    assert psutil.pid_exists(second)
+    os.kill(second, signal.SIGTERM)  # the last of its kind: nobody could take its place
+    assert group.finish(10) == 1
+    assert re.match(r"tokenway: child-\d ended with status 0", group.lines[-1])
+
+
+def test_a_child_that_fails_ends_the_group_though_another_of_its_kind_remains(start: Start) -> None:
+    group = start(_WAIT_FOR_EVER, _WAIT_FOR_EVER, kind="worker")
+    first, second = group.process_ids(2)
+    os.kill(first, signal.SIGKILL)
+    assert group.finish(10) == 1
+    assert _is_gone(second)
 
 
 def test_a_child_killed_later_ends_the_group_with_its_signal_named(start: Start) -> None:

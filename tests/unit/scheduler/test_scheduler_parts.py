@@ -39,7 +39,7 @@ class RoutedCores:
         self.drivers = [Driver(new_limits(64, 4)) for _ in range(num_workers)]
         self.workers = [str(number).encode() for number in range(num_workers)]
         for worker, driver in zip(self.workers, self.drivers, strict=True):
-            self.router.cores[worker] = driver.core
+            self.router.add_worker(worker, driver.core, token_ms=1.0)
 
     def submit(self, submit: Submit, detokenizer: bytes = b"d") -> router_module.Record:
         return self.router.submit(submit, self.workers, b"t", detokenizer)
