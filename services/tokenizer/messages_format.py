@@ -133,7 +133,7 @@ def stop_reason(end: AnswerEnd) -> str:
         return "max_tokens"
     if end.finish is Finish.STOP_STRING:
         return "stop_sequence"
-    return "tool_use" if end.has_tool_calls else "end_turn"
+    return "tool_use" if end.is_for_tools else "end_turn"
 
 
 def messages_usage(usage: Mapping[str, object]) -> dict[str, object]:
@@ -166,7 +166,7 @@ def _content(block: Block) -> dict[str, object]:
 def call_input(arguments: str) -> object:
     """The arguments of a call as an object; those that were cut off are given as they stand, under a name of ours."""
     try:
-        value = msgspec.json.decode(arguments) if arguments else {}
+        value = msgspec.json.decode(arguments)
     except msgspec.DecodeError:
         return {"_incomplete_json": arguments}
     return value if isinstance(value, dict) else {"_incomplete_json": arguments}

@@ -69,7 +69,7 @@ def test_thoughts_texts_and_calls_are_blocks_in_order() -> None:
     parts = [
         AnswerDelta([Reasoning("hm"), Text("I "), Text("look.")]),
         AnswerDelta([ToolCallStart(0, "c1", "f"), ToolCallArguments(0, '{"a":')]),
-        AnswerDelta([ToolCallArguments(0, "1}"), ToolCallStart(1, "c2", "g")]),
+        AnswerDelta([ToolCallArguments(0, "1}"), ToolCallStart(1, "c2", "g"), ToolCallArguments(1, "{}")]),
     ]
     end = AnswerEnd(Finish.STOP_TOKEN, has_tool_calls=True)
     made = fmt()
@@ -97,6 +97,7 @@ def test_thoughts_texts_and_calls_are_blocks_in_order() -> None:
         (AnswerEnd(Finish.LENGTH, has_tool_calls=True), "max_tokens", None),
         (AnswerEnd(Finish.STOP_STRING, stop="。"), "stop_sequence", "。"),
         (AnswerEnd(Finish.STOP_TOKEN, has_tool_calls=True), "tool_use", None),
+        (AnswerEnd(Finish.STOP_TOKEN, has_tool_calls=True, has_cut_call=True), "end_turn", None),
     ],
 )
 def test_why_an_answer_ended(end: AnswerEnd, reason: str, sequence: str | None) -> None:
@@ -104,10 +105,11 @@ def test_why_an_answer_ended(end: AnswerEnd, reason: str, sequence: str | None) 
     assert (body["stop_reason"], body["stop_sequence"], body["content"]) == (reason, sequence, [])
 
 
-def test_arguments_that_were_cut_off_are_given_as_they_stand() -> None:
-    parts = [AnswerDelta([ToolCallStart(0, "c", "f"), ToolCallArguments(0, '{"a": "你')])]
+@pytest.mark.parametrize("arguments", ['{"a": "你', "{", ""])
+def test_arguments_that_were_cut_off_are_given_as_they_stand(arguments: str) -> None:
+    parts = [AnswerDelta([ToolCallStart(0, "c", "f"), ToolCallArguments(0, arguments)])]
     body = json.loads(fmt().body([parts], [AnswerEnd(Finish.LENGTH, True)], USAGE))
-    assert body["content"][0]["input"] == {"_incomplete_json": '{"a": "你'}
+    assert body["content"][0]["input"] == {"_incomplete_json": arguments}
 
 
 @pytest.mark.parametrize(

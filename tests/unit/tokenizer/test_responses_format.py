@@ -114,6 +114,22 @@ def test_an_answer_that_was_cut_is_incomplete() -> None:
     assert whole == response
 
 
+@pytest.mark.parametrize("arguments", ["", '{"a": "'])
+@pytest.mark.parametrize("finish", [Finish.STOP_STRING, Finish.STOP_TOKEN])
+def test_a_call_that_was_cut_is_incomplete_and_so_is_the_response(finish: Finish, arguments: str) -> None:
+    whole_call = [ToolCallStart(0, "c1", "f"), ToolCallArguments(0, "{}"), ToolCallStart(1, "c2", "f")]
+    deltas = [AnswerDelta([*whole_call, *([ToolCallArguments(1, arguments)] if arguments else [])])]
+    end = AnswerEnd(finish, has_tool_calls=True, has_cut_call=True)
+    found = stream(deltas, end)
+    assert found[-1]["type"] == "response.incomplete"
+    response = found[-1]["response"]
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", None)
+    assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
+    done = [event["item"] for event in found if event["type"] == "response.output_item.done"]
+    assert done == response["output"]
+    assert json.loads(fmt().body([deltas], [end], USAGE)) == response
+
+
 def test_an_answer_without_text_has_no_items() -> None:
     assert json.loads(fmt().body([[]], [STOPPED], USAGE))["output"] == []
     assert [event["type"] for event in stream([])] == [
