@@ -138,7 +138,8 @@ class Generation:
             name_grammar(error, call.wanted.grammar_param)
             raise
         finally:
-            self._http.request_s.observe(time.monotonic() - call.received.time_s)
+            if present_record().was_taken:
+                self._http.request_s.observe(time.monotonic() - call.received.time_s)
 
     async def _whole(self, call: GenerationCall) -> web.StreamResponse:
         finished = await self._collect(call.wanted, call.received.time_s, call.parsers)

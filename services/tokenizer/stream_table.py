@@ -129,7 +129,7 @@ class StreamTable:
         answer = self._answers.get(message.request_id)
         if answer is not None and answer.entry.attempt == message.attempt:
             answer.entry.finish = Finish.ABORTED  # the scheduler does not hold it: nothing to abort
-            answer.request.fail(refusal_error(message))
+            answer.request.refuse(refusal_error(message))
 
     def fail_all(self, error: ApiError) -> None:
         """Ends every open request."""
