@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol, TypeAlias, cast
 
-from services.tokenizer.prompt_errors import ConversationError, InvalidTextError
+from services.tokenizer.prompt_errors import ConversationError, InvalidTextError, MissingKeyError
 
 Message: TypeAlias = "dict[str, object]"
 
@@ -152,6 +152,8 @@ def _message(message: object, place: str, knows_developer: bool) -> Message:
     if not isinstance(message, Mapping):
         raise ConversationError("must be an object", place)
     role = message.get("role")
+    if role is None:
+        raise MissingKeyError("is required", f"{place}.role")
     if role not in ROLES:
         raise ConversationError(f"the role must be one of {', '.join(ROLES)}", f"{place}.role")
     if role == "developer" and not knows_developer:

@@ -16,7 +16,13 @@ from services.tokenizer.backend_view import BackendView
 from services.tokenizer.conversation import Conversation
 from services.tokenizer.dialect import Dialect
 from services.tokenizer.openai_schema import ChatBody, CompletionBody
-from services.tokenizer.prompt_errors import EncoderBusyError, NoChatTemplateError, PromptError, TextTooLongError
+from services.tokenizer.prompt_errors import (
+    EncoderBusyError,
+    MissingKeyError,
+    NoChatTemplateError,
+    PromptError,
+    TextTooLongError,
+)
 from services.tokenizer.request_limits import (
     DEFAULT_COMPLETION_TOKENS,
     ServedModel,
@@ -149,5 +155,7 @@ async def _blamed_on(param: str, encoding: Awaitable[_Result]) -> _Result:
         raise ApiError(400, error.message, code=Code.CONTEXT_LENGTH_EXCEEDED, param=error.param or param) from None
     except NoChatTemplateError as error:
         raise ApiError(400, error.message, code=Code.NO_CHAT_TEMPLATE, param=error.param) from None
+    except MissingKeyError as error:
+        raise bad_field(error.param or param, error.message, Code.MISSING_FIELD) from None
     except PromptError as error:
         raise bad_field(error.param or param, error.message) from None
