@@ -40,6 +40,7 @@ def conversation_of(body: ChatBody, use: ToolUse | None, dialect: Dialect) -> Co
         template_kwargs=switches,
         add_generation_prompt=not body.continue_final_message if opens_turn is None else opens_turn,
         continue_final_message=bool(body.continue_final_message),
+        tools_param="tools" if use is None or not use.is_legacy else "functions",
     )
 
 

@@ -59,7 +59,13 @@ class PromptMaker:
         Raises:
             ApiError: 400 naming the field, 503 when too many long texts wait.
         """
-        return self._prompt(body, await self.chat_ids(conversation), body.wanted_tokens, "messages")
+        token_ids = await self.chat_ids(conversation)
+        try:
+            return self._prompt(body, token_ids, body.wanted_tokens, "messages")
+        except ApiError as error:
+            if error.code == Code.CONTEXT_LENGTH_EXCEEDED:
+                error.param = conversation.longest_field
+            raise
 
     async def chat_ids(self, conversation: Conversation) -> list[int]:
         """The ids of a conversation, whether they fit or not.

@@ -126,8 +126,9 @@ class ChatSession:
             self._note(line)
 
     def _retry(self, argument: str) -> None:
-        if self._unanswered is not None:
-            self.ask(self._unanswered)
+        unanswered = self._unanswered
+        if unanswered is not None:
+            self.ask(unanswered)
             return
         if not self._conversation.turns:
             raise CommandError("there is no question to ask again")

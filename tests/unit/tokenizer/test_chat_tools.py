@@ -186,6 +186,19 @@ def test_a_whole_call_behind_which_a_stop_string_came_is_one_to_run(server: Serv
     assert choice["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("size", [9_000, 200_000, 3_000_000])  # beyond the context in tokens, in bytes, in characters
+def test_tools_that_do_not_fit_the_context_are_named(server: Server, size: int) -> None:
+    function = {"name": "f", "description": "z" * size}
+    for fields, param in (
+        ({"tools": [{"type": "function", "function": function}]}, "tools"),
+        ({"functions": [function]}, "functions"),
+        ({"tools": [TOOL], "messages": [{"role": "user", "content": "z" * size}]}, "messages"),
+    ):
+        response = ask(server, ["ok"], **fields)
+        assert (response.status, response.error["code"]) == (400, "context_length_exceeded")
+        assert response.error["param"] == param
+
+
 def test_of_an_answer_that_must_call_no_markup_is_shown_where_it_is_cut(server: Server) -> None:
     named = {"type": "function", "function": {"name": "get_weather"}}
     cut_name, cut_second = '<tool_call>\n{"name": "get_', f'{CALL}\n{SECOND}\n<tool_call>\n{{"name": "'
