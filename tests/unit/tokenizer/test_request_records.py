@@ -237,11 +237,11 @@ def test_a_request_that_is_refused_is_no_finished_answer(status: int, code: str)
         watch = RequestWatch(5, KeyBudgets(0, 0), logs_requests=False, spans=None)
         table = StreamTable()
         record = record_with(table, watch.ring, [submit(1), submit(2, group=1)])
-        assert record.was_taken
+        taken = [record.was_taken]
         table.refuse(Refused(submit(2).request_id, 0, status, code, "no", "", 0))
-        assert not record.was_taken
+        taken.append(record.was_taken)
         watch.end(record, "/v1/completions", status)
-        assert not record.was_taken
+        assert [*taken, record.was_taken] == [True, False, False]
         assert not any(watch.finished.values())
         for counted in (watch.answer_tokens, watch.longest_answer_tokens, watch.output_token_s):
             assert counted.buckets()[-1][1] == 0
