@@ -80,6 +80,11 @@ class CoreLimits:
         return self.num_pages * self.page_size
 
     @property
+    def max_open(self) -> int:
+        """Most requests that it can hold at once, in rows and in the queue."""
+        return self.max_rows + self.max_waiting
+
+    @property
     def max_total_tokens(self) -> int:
         """Most prompt and output tokens of one request."""
         return min(self.max_model_len, self.pool_tokens)
@@ -109,7 +114,7 @@ class RequestRefusedError(Exception):
 def check_fits(submit: Submit, limits: CoreLimits, num_waiting: int, num_free_rows: int) -> int:
     """Decides whether a request can run here at all.
 
-    The queue is full when `max_waiting` wait; those that free rows await count as good as admitted.
+    The queue is full when `max_waiting` wait beside those that free rows await, who are as good as admitted.
 
     Returns:
         Tokens of prompt and answer at which it ends at the latest: by max_tokens, context or KV pool.
@@ -141,7 +146,7 @@ def check_fits(submit: Submit, limits: CoreLimits, num_waiting: int, num_free_ro
             f"({limits.num_pages} pages of {limits.page_size}), so at most {limits.pool_tokens - least_answer} fit."
         )
         raise RequestRefusedError(400, "kv_pool_exceeded", text, "prompt")
-    if num_waiting >= max(limits.max_waiting, num_free_rows):
+    if num_waiting >= limits.max_waiting + num_free_rows:
         text = f"The queue is full: {num_waiting} requests are waiting, the limit is {limits.max_waiting}."
         raise RequestRefusedError(503, "queue_full", text)
     return min(len(prompt) + submit.max_tokens * least_answer, limits.max_total_tokens)

@@ -50,13 +50,14 @@ def load_of(cores: list[Core], state: State, retry_after_s: int, idle_ms: int) -
     return Load(
         state=state,
         num_waiting=sum(core.num_waiting for core in cores),
-        max_waiting=sum(max(core.limits.max_waiting, core.num_free_rows) for core in cores),
+        max_waiting=sum(core.limits.max_waiting + core.num_free_rows for core in cores),
         num_running=sum(core.num_running + core.num_retracted for core in cores),
         free_pages=sum(core.ledger.num_available for core in cores),
         num_pages=sum(core.limits.num_pages for core in cores),
         max_total_tokens=min((core.limits.max_total_tokens for core in cores), default=0),
         retry_after_s=retry_after_s,
         idle_ms=min(idle_ms, 2**31 - 1),
+        max_open=min(sum(core.limits.max_open for core in cores), 2**31 - 1),
     )
 
 

@@ -5,11 +5,14 @@ What a body needs where a stream needs the parts themselves. Pure.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from services.tokenizer.answer_parts import AnswerDelta, Part, Reasoning, Text, ToolCallStart
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 class BlockKind(Enum):
@@ -33,6 +36,15 @@ class Block:
     def text(self) -> str:
         """The text, the thought, or the arguments as JSON text."""
         return "".join(self.pieces)
+
+
+def is_whole_object(arguments: str) -> bool:
+    """Whether the arguments of a call are a JSON object up to its end, and not only the beginning of one.
+
+    What a parser gives is JSON as far as it goes, and `{}` for a call without any: so only the closing braces count.
+    """
+    bare = _STRING.sub("", arguments)
+    return bool(bare) and '"' not in bare and bare.count("{") == bare.count("}")
 
 
 def blocks_of(deltas: Iterable[AnswerDelta]) -> list[Block]:

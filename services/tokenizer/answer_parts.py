@@ -83,7 +83,8 @@ class AnswerEnd(msgspec.Struct, frozen=True):
     `stop` is the stop string or the client's own stop id that ended it, None otherwise; `rest` holds the ids and
     log-probabilities that no text followed, such as an end id's; `embedding` is the prompt's pooled hidden state
     (little-endian float32) if that was asked for; `timings` come with the last answer of a request to end;
-    `cached_tokens` is how much of its prompt came from the prefix cache.
+    `cached_tokens` is how much of its prompt came from the prefix cache; `has_cut_call` says that the arguments of the
+    last call are no whole object: it cannot be run.
     """
 
     finish: Finish
@@ -93,6 +94,12 @@ class AnswerEnd(msgspec.Struct, frozen=True):
     embedding: bytes = b""
     timings: Mapping[str, object] | None = None
     cached_tokens: int = 0
+    has_cut_call: bool = False
+
+    @property
+    def is_for_tools(self) -> bool:
+        """Whether it ends with calls that the client can run."""
+        return self.has_tool_calls and not self.has_cut_call
 
 
 class AnswerParser(Protocol):

@@ -17,6 +17,7 @@ from services.tokenizer.conversation import Conversation
 from services.tokenizer.dialect import Dialect
 from services.tokenizer.openai_schema import ChatBody
 from services.tokenizer.reasoning import DEFAULT_MARKS, PlainText, ReasoningMarks, ReasoningParser, ReasoningWish
+from services.tokenizer.structured_body import check_beside_grammar
 from services.tokenizer.structured_output import StructureLimits
 from services.tokenizer.tool_families import HERMES, ToolFamily
 from services.tokenizer.tool_grammar import GrammarFrame, GrammarSetting, Thinking, answer_grammar
@@ -39,6 +40,7 @@ def conversation_of(body: ChatBody, use: ToolUse | None, dialect: Dialect) -> Co
         template_kwargs=switches,
         add_generation_prompt=not body.continue_final_message if opens_turn is None else opens_turn,
         continue_final_message=bool(body.continue_final_message),
+        tools_param="tools" if use is None or not use.is_legacy else "functions",
     )
 
 
@@ -120,8 +122,7 @@ def _check_grammar(grammar: Grammar | None, body: ChatBody) -> None:
     if num_bytes > _MAX_GRAMMAR_BYTES:
         problem = f"the schemas make a grammar of {num_bytes} bytes, at most {_MAX_GRAMMAR_BYTES} are taken"
         raise bad_field("functions" if body.functions else "tools", problem)
-    if body.ignore_eos:
-        raise bad_field("ignore_eos", "cannot go together with calls that are held by a grammar: it has an end")
+    check_beside_grammar(body, grammar)
 
 
 def reasoning_wish(body: ChatBody) -> ReasoningWish:

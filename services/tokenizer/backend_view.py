@@ -88,6 +88,11 @@ class BackendView:
             return unavailable(Code.QUEUE_FULL, message, load.retry_after_s)
         return None
 
+    @property
+    def max_open(self) -> int | None:
+        """Most answers that the workers and their queue hold at once; None as long as nobody has told."""
+        return None if self.load is None or not self.load.max_total_tokens else self.load.max_open
+
     def last_sign_of_work_s(self) -> float:
         """When a token last came out anywhere, or a worker's step counter moved, as far as is known."""
         token_s = float("-inf")

@@ -44,6 +44,7 @@ from services.tokenizer.template_sandbox import (
     RenderLimits,
     TemplateLimitError,
     TemplateRefusal,
+    TemplateSizeError,
 )
 from services.tokenizer.tool_default_form import in_default_form
 
@@ -149,15 +150,20 @@ class ChatTemplate:
             NoChatTemplateError: the model has none and the operator gave none.
             ConversationError: a message, tool or argument has the wrong shape or an unknown role.
             InvalidTextError: a text holds half of a surrogate pair.
-            TextTooLongError: the messages, or what the template makes of them, cannot fit the context.
+            TextTooLongError: the conversation, or what the template makes of it, cannot fit the context; `param` is
+                the field of the tools where these are the larger part.
             ChatTemplateError: the template refused the conversation or failed on it.
         """
         name, variables = self._prepared(conversation)
-        texts = self._checked_texts(variables)
-        rendered = self._render(name, conversation, variables)
-        if not self._control.spelled_out(rendered):
-            return rendered
-        return self._name_assembled_tokens(name, conversation, variables, texts) or rendered
+        try:
+            texts = self._checked_texts(variables)
+            rendered = self._render(name, conversation, variables)
+            if not self._control.spelled_out(rendered):
+                return rendered
+            return self._name_assembled_tokens(name, conversation, variables, texts) or rendered
+        except TextTooLongError as error:
+            error.param = conversation.longest_field
+            raise
 
     def dropped_keys(self, conversation: Conversation) -> list[str]:
         """Return which of tool calls, thoughts and tools' answers the template leaves out of at least one message.
@@ -170,7 +176,7 @@ class ChatTemplate:
         messages, places = marked(variables.messages, lambda: secrets.token_hex(8))
         try:
             rendered = self._render(name, conversation, replace(variables, messages=messages))
-        except ChatTemplateError:
+        except (ChatTemplateError, TextTooLongError):
             return []  # a template that objects to a mark has looked at it
         return list(dict.fromkeys(place for mark, place in places.items() if mark not in rendered))
 
@@ -195,8 +201,7 @@ class ChatTemplate:
         num_characters = sum(map(len, check.texts))
         if num_characters > self._limits.max_characters:
             raise TextTooLongError(
-                f"the messages have {num_characters} characters, at most {self._limits.max_characters} can fit",
-                "messages",
+                f"the conversation has {num_characters} characters, at most {self._limits.max_characters} can fit"
             )
         return check.texts
 
@@ -238,7 +243,7 @@ class ChatTemplate:
         variables = {"messages": [{"role": role, "content": "x"} for role in roles], "add_generation_prompt": True}
         try:
             self._run(name, {**self._special_texts, "tools": None, **variables})
-        except ChatTemplateError:
+        except (ChatTemplateError, TextTooLongError):
             return False
         return True
 
@@ -247,6 +252,8 @@ class ChatTemplate:
             return self._compiled[name].render(variables)
         except TemplateRefusal as error:
             problem = f"the chat template refuses this conversation: {error}"
+        except TemplateSizeError as error:
+            raise TextTooLongError(f"the conversation does not fit: {error}") from None
         except TemplateLimitError as error:
             problem = f"the chat template was stopped: {error}"
         except Exception as error:  # templates run into errors of any type, by what clients send them

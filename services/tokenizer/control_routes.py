@@ -14,7 +14,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from services.runtime.config import Settings
-from services.tokenizer.api_error import bad_field
+from services.tokenizer.api_error import Code, bad_field
 from services.tokenizer.control_calls import ControlCalls
 from services.tokenizer.http_body import read_json_body
 from services.tokenizer.json_answer import json_answer
@@ -72,7 +72,7 @@ class ControlRoutes:
             return json_answer({"aborted_answers": await self._control.ask(ControlAction.ABORT_ALL)})
         name = body.request_id or body.rid
         if name is None:
-            raise bad_field("rid", "is required, unless abort_all is true")
+            raise bad_field("rid", "is required, unless abort_all is true", Code.MISSING_FIELD)
         group_ids = self._group_ids(name)
         counts = [await self._control.ask(ControlAction.ABORT_GROUP, group_id) for group_id in group_ids]
         return json_answer({"aborted_answers": sum(counts)})

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol, TypeAlias, cast
 
-from services.tokenizer.prompt_errors import ConversationError, InvalidTextError
+from services.tokenizer.prompt_errors import ConversationError, InvalidTextError, MissingKeyError
 
 Message: TypeAlias = "dict[str, object]"
 
@@ -34,6 +34,7 @@ class Conversation:
         tools: The functions that the model may call, as the client sent them; None or empty for none.
         template_kwargs: Switches for the template such as `enable_thinking`: short text, bool, small number, None.
         add_generation_prompt: Open the assistant's turn at the end.
+        tools_param: The field that the tools came in, for errors.
         continue_final_message: Leave the last (assistant's) turn open instead, so that the model continues its text.
     """
 
@@ -42,6 +43,13 @@ class Conversation:
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools_param: str = "tools"
+
+    @property
+    def longest_field(self) -> str:
+        """Which field makes a prompt too long: the one that is the larger part of it."""
+        are_tools = self.tools and len(json.dumps(self.tools)) > len(json.dumps(self.messages))
+        return self.tools_param if are_tools else "messages"
 
     @property
     def has_optional_keys(self) -> bool:
@@ -152,6 +160,8 @@ def _message(message: object, place: str, knows_developer: bool) -> Message:
     if not isinstance(message, Mapping):
         raise ConversationError("must be an object", place)
     role = message.get("role")
+    if role is None:
+        raise MissingKeyError(f"is required: the role must be one of {', '.join(ROLES)}", f"{place}.role")
     if role not in ROLES:
         raise ConversationError(f"the role must be one of {', '.join(ROLES)}", f"{place}.role")
     if role == "developer" and not knows_developer:

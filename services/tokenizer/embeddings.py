@@ -71,7 +71,7 @@ class Embeddings:
             problem = f"this model's embeddings have {self._model.embedding_size}"
             raise bad_field("dimensions", problem, Code.UNSUPPORTED_VALUE)
         wanted = AnswersWanted(PROMPT_ALONE, await self._encoded(body))
-        finished = await self._generation.collect(wanted, received.time_s)
+        finished = await self._generation.collect(wanted, received.time_s, prompt_param="input")
         answer = {
             "object": "list",
             "data": _items(body, finished),

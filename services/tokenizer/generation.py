@@ -138,21 +138,30 @@ class Generation:
             name_grammar(error, call.wanted.grammar_param)
             raise
         finally:
-            self._http.request_s.observe(time.monotonic() - call.received.time_s)
+            if present_record().was_taken:
+                self._http.request_s.observe(time.monotonic() - call.received.time_s)
 
     async def _whole(self, call: GenerationCall) -> web.StreamResponse:
-        finished = await self.collect(call.wanted, call.received.time_s, call.parsers)
+        finished = await self._collect(call.wanted, call.received.time_s, call.parsers)
         body = call.format.body(finished.answers, finished.ends, finished.usage)
         return web.Response(body=body, content_type="application/json", headers=call.headers)
 
-    async def collect(
-        self, wanted: AnswersWanted, received_s: float, parsers: ParserFactory | None = None
-    ) -> FinishedAnswers:
+    async def collect(self, wanted: AnswersWanted, received_s: float, *, prompt_param: str) -> FinishedAnswers:
         """The answers themselves, when all have ended; for routes whose bodies are no answers.
 
         Raises:
-            ApiError: the request is refused, or fails.
+            ApiError: the request is refused, or fails; `prompt_param` is the field that the prompts came in.
         """
+        try:
+            return await self._collect(wanted, received_s)
+        except ApiError as error:
+            if error.param == "prompt":
+                error.param = prompt_param
+            raise
+
+    async def _collect(
+        self, wanted: AnswersWanted, received_s: float, parsers: ParserFactory | None = None
+    ) -> FinishedAnswers:
         answers = CollectedAnswers(_pending(wanted, parsers))
         opened = await self._open(wanted, answers, received_s)
         try:
@@ -180,6 +189,7 @@ class Generation:
         self, wanted: AnswersWanted, sink: CollectedAnswers | EventStream, received_s: float
     ) -> OpenRequest:
         rules = await self._rules.rules(wanted.body)
+        self._refuse_if_too_many(wanted)
         self._refuse_if_unavailable()  # much may have happened while a long prompt was encoded
         for prompt in wanted.prompts:
             self._http.prompt_tokens.observe(len(prompt.token_ids))
@@ -193,6 +203,14 @@ class Generation:
         error = self._link.ended or self._link.view.refusal(time.monotonic())
         if error is not None:
             raise error
+
+    def _refuse_if_too_many(self, wanted: AnswersWanted) -> None:
+        """What can never be held at once is no matter of waiting."""
+        most = self._link.view.max_open
+        if most is not None and wanted.num_answers > most:
+            param = "prompt" if len(wanted.prompts) > 1 else "n"
+            message = f"{wanted.num_answers} answers in one request, at most {most} can run and wait at once"
+            raise ApiError(400, message, code=Code.INVALID_VALUE, param=param)
 
     async def _write_events(self, call: GenerationCall, events: EventStream) -> web.StreamResponse:
         """Hands the connection to the stream; its chunks are written by the loop that receives them."""

@@ -28,6 +28,7 @@ from services.tokenizer.routes import Route, find_route, openai_error_body
 
 _CLIENT_GONE = 499
 _UNCOUNTED = frozenset({Audience.ANYONE, Audience.METRICS})  # no work that a key's budget would pay
+_NO_FAULTS = (503, 504)  # refused, ended by somebody, or by the client's own deadline
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class HttpApi:
 
     def _failed(self, error: ApiError, route: Route | None) -> web.Response:
         response = self._error_response(error, route)
-        if error.status >= 500 and error.status != 503:
+        if error.status >= 500 and error.status not in _NO_FAULTS:
             logger.error("answered %d: %s", error.status, error.message)
         if error.status in (401, 408, 413, 431):  # what the client still sends belongs to no request
             response.force_close()

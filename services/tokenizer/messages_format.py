@@ -17,7 +17,7 @@ import msgspec
 
 from services.tokenizer.answer_blocks import Block, BlockKind, blocks_of
 from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, Part, Reasoning, Text, ToolCallStart
-from services.tokenizer.api_error import ApiError
+from services.tokenizer.api_error import ApiError, Code
 from services.tokenizer.sse import named_event
 from services.wire.finish import Finish
 
@@ -30,6 +30,7 @@ _ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_NO_OVERLOAD = frozenset({Code.ABORTED, Code.BACKEND_LOST})  # of status 503 too, and nothing was too much
 
 
 def messages_error_body(error: ApiError) -> bytes:
@@ -133,7 +134,7 @@ def stop_reason(end: AnswerEnd) -> str:
         return "max_tokens"
     if end.finish is Finish.STOP_STRING:
         return "stop_sequence"
-    return "tool_use" if end.has_tool_calls else "end_turn"
+    return "tool_use" if end.is_for_tools else "end_turn"
 
 
 def messages_usage(usage: Mapping[str, object]) -> dict[str, object]:
@@ -166,7 +167,7 @@ def _content(block: Block) -> dict[str, object]:
 def call_input(arguments: str) -> object:
     """The arguments of a call as an object; those that were cut off are given as they stand, under a name of ours."""
     try:
-        value = msgspec.json.decode(arguments) if arguments else {}
+        value = msgspec.json.decode(arguments)
     except msgspec.DecodeError:
         return {"_incomplete_json": arguments}
     return value if isinstance(value, dict) else {"_incomplete_json": arguments}
@@ -174,6 +175,8 @@ def call_input(arguments: str) -> object:
 
 def _error(error: ApiError) -> dict[str, object]:
     kind = _ERROR_TYPES.get(error.status) or ("api_error" if error.status >= 500 else "invalid_request_error")
+    if error.code in _NO_OVERLOAD:
+        kind = "api_error"
     return {"type": "error", "error": {"type": kind, "message": message_with_field(error)}}
 
 

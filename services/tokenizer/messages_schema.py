@@ -125,6 +125,9 @@ class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: Annotated[
+        OutputFormat | None, Meta(description="The older spelling of `format` in `output_config`.")
+    ] = None
 
 
 class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
@@ -276,10 +279,11 @@ def _add_format(body: CountTokensBody, chat: ChatFields) -> None:
     if body.thinking is not None:
         switch = {"enable_thinking": body.thinking.type != "disabled"}
         chat.set("chat_template_kwargs", switch, "thinking")
-    config = body.output_config
-    if config is None:
-        return
-    if config.format is not None:
-        schema = {"name": "answer", "schema": config.format.schema, "strict": True}
-        chat.set("response_format", {"type": "json_schema", "json_schema": schema}, "output_config.format")
+    config = body.output_config or OutputConfig()
+    if config.format is not None and body.output_format is not None:
+        chat.refuse("output_format", "cannot go together with output_config.format, whose older spelling it is")
+    for place, wanted in (("output_config.format", config.format), ("output_format", body.output_format)):
+        if wanted is not None:
+            schema = {"name": "answer", "schema": wanted.schema, "strict": True}
+            chat.set("response_format", {"type": "json_schema", "json_schema": schema}, place)
     chat.set("reasoning_effort", config.effort, "output_config.effort")

@@ -30,7 +30,7 @@ from services.tokenizer.prompts import PromptMaker
 from services.tokenizer.request_body import BodyForm
 from services.tokenizer.request_limits import ServedModel
 from services.tokenizer.sampling_body import SamplingBody, check_num_logprobs, check_sampling
-from services.tokenizer.structured_body import check_end
+from services.tokenizer.structured_body import check_beside_grammar
 from services.tokenizer.structured_output import FIELDS, StructureLimits, structure_of, structure_param
 from services.tokenizer.submission import AnswersWanted, Prompt
 from services.wire.request_params import NO_LOGPROBS, Grammar, PromptParams
@@ -104,7 +104,7 @@ class NativeGenerate:
             sampling, _ = _SHARED_FORM.parse({**fields, "model": body.model}, self._settings)
             grammar = self._grammar(structure)
             check_sampling(sampling, self._settings)
-            check_end(sampling, grammar)
+            check_beside_grammar(sampling, grammar)
             self._generation.check_against_model(sampling)
         except ApiError as error:
             raise in_native_words(error) from None

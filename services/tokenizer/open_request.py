@@ -50,6 +50,7 @@ class OpenRequest:
         "sink",
         "submitted_s",
         "unadmitted",
+        "was_refused",
     )
 
     def __init__(self, entries: list[JournalEntry], sink: AnswerSink, received_s: float) -> None:
@@ -64,6 +65,8 @@ class OpenRequest:
         self.gaps_s = array("f")
         """The times between the chunks of its answers."""
         self.unadmitted = {entry.request_id for entry in entries}
+        self.was_refused = False
+        """Whether an answer was not taken: then none of it ever began."""
         self.admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when every answer was admitted; an ApiError when one was refused or the request failed before that."""
 
@@ -73,6 +76,11 @@ class OpenRequest:
         if not self.unadmitted and not self.admission.done():
             self.admitted_s = time.monotonic()
             self.admission.set_result(None)
+
+    def refuse(self, error: ApiError) -> None:
+        """An answer was not taken: the request fails as a whole."""
+        self.was_refused = True
+        self.fail(error)
 
     def fail(self, error: ApiError) -> None:
         """Ends the request; its owner closes it."""

@@ -121,10 +121,10 @@ def _timings(timings: Mapping[str, object] | None) -> bytes:
 
 
 def finish_reason(end: AnswerEnd) -> str:
-    """OpenAI's word for how an answer ended."""
+    """OpenAI's word for how an answer ended; a last call whose arguments are cut is none to be run."""
     if end.finish is Finish.LENGTH:
         return "length"
-    return "tool_calls" if end.has_tool_calls else "stop"
+    return "tool_calls" if end.is_for_tools else "stop"
 
 
 def body_of(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from services.tokenizer.answer_blocks import is_whole_object
 from services.tokenizer.answer_parts import (
     NOTHING,
     AnswerDelta,
@@ -16,6 +17,7 @@ from services.tokenizer.answer_parts import (
     Part,
     Text,
     TokenLogprobs,
+    ToolCallArguments,
     ToolCallStart,
 )
 from services.tokenizer.journal import AnswerNews, Ending
@@ -25,9 +27,9 @@ class PendingAnswer:
     """One answer between the journal and a format."""
 
     __slots__ = (
+        "_call",
         "_echo",
         "_echoes_logprobs",
-        "_has_tool_calls",
         "_keeps_ids",
         "_keeps_logprobs",
         "_logprobs",
@@ -77,7 +79,7 @@ class PendingAnswer:
         """The text that was not taken yet."""
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._has_tool_calls = False
+        self._call: list[str] | None = None  # the arguments of the call that began last, as far as they came
 
     def add(self, news: AnswerNews) -> None:
         """More of the answer."""
@@ -125,7 +127,8 @@ class PendingAnswer:
         has_rest = self._token_ids or self._logprobs or usage is not None
         return AnswerEnd(
             finish=ending.finish,
-            has_tool_calls=self._has_tool_calls,
+            has_tool_calls=self._call is not None,
+            has_cut_call=self._call is not None and not is_whole_object("".join(self._call)),
             stop=ending.stop if isinstance(ending.stop, str) or ending.stop in self._stop_ids else None,
             rest=AnswerDelta((), self._token_ids, self._logprobs, (), usage) if has_rest else NOTHING,
             embedding=ending.embedding,
@@ -136,10 +139,17 @@ class PendingAnswer:
     def _delta(self, parts: Sequence[Part], usage: Mapping[str, object] | None) -> AnswerDelta | None:
         if not parts:
             return None
-        if self._parser is not None and any(type(part) is ToolCallStart for part in parts):
-            self._has_tool_calls = True
+        if self._parser is not None:
+            self._follow_calls(parts)
         if not self._token_ids and not self._logprobs and usage is None:  # nearly always
             return AnswerDelta(parts)
         token_ids, self._token_ids = self._token_ids, []
         logprobs, self._logprobs = self._logprobs, []
         return AnswerDelta(parts, token_ids, logprobs, (), usage)
+
+    def _follow_calls(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if isinstance(part, ToolCallStart):
+                self._call = []
+            elif isinstance(part, ToolCallArguments) and self._call is not None:
+                self._call.append(part.fragment)

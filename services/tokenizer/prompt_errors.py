@@ -30,6 +30,10 @@ class ConversationError(PromptError):
     """A message, a tool or a template argument has a shape that cannot be rendered."""
 
 
+class MissingKeyError(ConversationError):
+    """A message lacks a key that it must have."""
+
+
 class ChatTemplateError(PromptError):
     """The chat template refused the conversation (its own words are in the message) or failed on it."""
 

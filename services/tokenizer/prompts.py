@@ -16,7 +16,13 @@ from services.tokenizer.backend_view import BackendView
 from services.tokenizer.conversation import Conversation
 from services.tokenizer.dialect import Dialect
 from services.tokenizer.openai_schema import ChatBody, CompletionBody
-from services.tokenizer.prompt_errors import EncoderBusyError, NoChatTemplateError, PromptError, TextTooLongError
+from services.tokenizer.prompt_errors import (
+    EncoderBusyError,
+    MissingKeyError,
+    NoChatTemplateError,
+    PromptError,
+    TextTooLongError,
+)
 from services.tokenizer.request_limits import (
     DEFAULT_COMPLETION_TOKENS,
     ServedModel,
@@ -53,7 +59,13 @@ class PromptMaker:
         Raises:
             ApiError: 400 naming the field, 503 when too many long texts wait.
         """
-        return self._prompt(body, await self.chat_ids(conversation), body.wanted_tokens, "messages")
+        token_ids = await self.chat_ids(conversation)
+        try:
+            return self._prompt(body, token_ids, body.wanted_tokens, "messages")
+        except ApiError as error:
+            if error.code == Code.CONTEXT_LENGTH_EXCEEDED:
+                error.param = conversation.longest_field
+            raise
 
     async def chat_ids(self, conversation: Conversation) -> list[int]:
         """The ids of a conversation, whether they fit or not.
@@ -149,5 +161,7 @@ async def _blamed_on(param: str, encoding: Awaitable[_Result]) -> _Result:
         raise ApiError(400, error.message, code=Code.CONTEXT_LENGTH_EXCEEDED, param=error.param or param) from None
     except NoChatTemplateError as error:
         raise ApiError(400, error.message, code=Code.NO_CHAT_TEMPLATE, param=error.param) from None
+    except MissingKeyError as error:
+        raise bad_field(error.param or param, error.message, Code.MISSING_FIELD) from None
     except PromptError as error:
         raise bad_field(error.param or param, error.message) from None

@@ -8,18 +8,20 @@ model.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 from urllib.parse import quote
 
 import msgspec
+from msgspec import inspect
 
 from services.runtime.config import Settings
 from services.tokenizer.api_error import ApiError, Code, bad_field
 from services.tokenizer.field_tables import Neutral, is_neutral
 
 _MAX_IGNORED_NAMES = 32
+_EMPTY_NAME = '""'
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -87,7 +89,7 @@ def unknown_names(
         if name in known:
             continue
         if name not in unbuilt:
-            unknown.append(prefix + name)
+            unknown.append(prefix + name or _EMPTY_NAME)
         elif not is_neutral(value, unbuilt[name]):
             raise bad_field(prefix + name, "is not supported by this server", Code.UNSUPPORTED_FIELD)
     return unknown
@@ -141,6 +143,8 @@ _PROBLEM = re.compile(r"(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<pa
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _NULL = re.compile(r"Expected .*, got `(?:null|NoneType)`", re.DOTALL)
 _ANY_KEY = "[...]"
+_WRONG_WORD = re.compile(r"Invalid (enum )?value '")
+_ANY_STEP = re.compile(r"\w+|\[[^]]*\]")
 _STEP = re.compile(r"(\w+)|\[(\d+)\]")
 
 
@@ -152,9 +156,42 @@ def _error_of(fields: Mapping[str, object], kind: type[Body], text: str) -> ApiE
         return bad_field(".".join(filter(None, (param, missing[1]))), "is required", Code.MISSING_FIELD)
     if _NULL.fullmatch(problem) and param and not param.endswith("]"):  # null is the same as leaving a field out
         return bad_field(param, "is required", Code.MISSING_FIELD)
+    if _WRONG_WORD.match(problem) and (words := _allowed_words(kind, param)):
+        problem += f", must be {words}"
     if _ANY_KEY in param:
-        param = _with_key(fields, kind, problem, param)
+        param = _with_key(fields, kind, _parsed(text)[0], param)
     return bad_field(param, problem[:1].lower() + problem[1:].replace("`", ""))
+
+
+def _allowed_words(kind: type[msgspec.Struct], param: str) -> str:
+    """The words that may stand at a place where another one does, as `a, b or c`; "" for none."""
+    found: Sequence[inspect.Type] = [inspect.type_info(kind)]
+    for step in _ANY_STEP.findall(param):
+        found = [inner for outer in _alternatives(found) for inner in _within(outer, step)]
+    words = [str(word) for one in _alternatives(found) if isinstance(one, inspect.LiteralType) for word in one.values]
+    return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
+def _alternatives(types: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
+    for one in types:
+        if isinstance(one, inspect.Metadata):
+            yield from _alternatives([one.type])
+        elif isinstance(one, inspect.UnionType):
+            yield from _alternatives(one.types)
+        else:
+            yield one
+
+
+def _within(outer: inspect.Type, step: str) -> Iterator[inspect.Type]:
+    """The types of what a step of a place leads to: a field of a struct, an item of a list, a value of an object."""
+    if isinstance(outer, inspect.StructType):
+        yield from (field.type for field in outer.fields if field.name == step)
+        if outer.tag_field == step and isinstance(outer.tag, str):
+            yield inspect.LiteralType((outer.tag,))
+    elif isinstance(outer, inspect.ListType):
+        yield outer.item_type
+    elif isinstance(outer, inspect.DictType):
+        yield outer.value_type
 
 
 def _parsed(text: str) -> tuple[str, str]:

@@ -57,8 +57,8 @@ class RequestRecord:
     """One HTTP request. `route`, `status` and `ended_s` are set at its end."""
 
     __slots__ = (
-        "_answers", "_index", "_opened", "admitted_s", "ended_s", "parent", "received_s", "received_unix_us",
-        "refusal_id", "reports", "request_id", "route", "status", "submitted_s", "tenant",
+        "_answers", "_index", "_opened", "_was_taken", "admitted_s", "ended_s", "parent", "received_s",
+        "received_unix_us", "refusal_id", "reports", "request_id", "route", "status", "submitted_s", "tenant",
     )  # fmt: skip
 
     def __init__(self, parent: ParentSpan | None, index: Callable[[RequestRecord], None]) -> None:
@@ -80,6 +80,7 @@ class RequestRecord:
         self._index = index
         self._opened: list[OpenRequest] = []
         self._answers: tuple[AnswerSummary, ...] = ()
+        self._was_taken = False
 
     def opened(self, opened: OpenRequest) -> None:
         """Answers have been asked for, for this request; most do so once."""
@@ -102,6 +103,7 @@ class RequestRecord:
         self.route, self.status, self.ended_s = route, status, time.monotonic()
         self._answers = tuple(self.answers)
         self.admitted_s = max((opened.admitted_s for opened in self._opened), default=0.0)
+        self._was_taken = self.was_taken
         self._opened = []
 
     @property
@@ -115,6 +117,11 @@ class RequestRecord:
     def has_ended(self) -> bool:
         """Whether its answer has left."""
         return self.ended_s > 0
+
+    @property
+    def was_taken(self) -> bool:
+        """Whether answers were asked for and none was refused."""
+        return self._was_taken or (bool(self._opened) and not any(opened.was_refused for opened in self._opened))
 
     @property
     def duration_s(self) -> float:

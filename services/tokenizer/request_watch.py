@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Protocol
 
 from aiohttp import web
@@ -121,15 +122,19 @@ class RequestWatch:
         self.ring.end(record)
         if record.submitted_s:
             self.hop_s[HopName.TOKENIZE].observe(record.submitted_s - record.received_s)
-        for answer in record.answers:
+        if record.was_taken:  # what was never begun has not ended either
+            self._count(record.answers)
+        if self._spans is not None:
+            self._spans.add(record)
+
+    def _count(self, answers: Sequence[AnswerSummary]) -> None:
+        for answer in answers:
             self.finished[reason_of(answer)] += 1
             self.answer_tokens.observe(answer.output_tokens)
             if answer.output_tokens > 1:
                 answering_s = answer.last_token_s - answer.first_token_s
                 self.output_token_s.observe(answering_s / (answer.output_tokens - 1))
-        self.longest_answer_tokens.observe(max(answer.output_tokens for answer in record.answers))
-        if self._spans is not None:
-            self._spans.add(record)
+        self.longest_answer_tokens.observe(max(answer.output_tokens for answer in answers))
 
 
 def reason_of(answer: AnswerSummary) -> str:

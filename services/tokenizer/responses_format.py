@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from services.tokenizer.answer_blocks import Block, BlockKind, blocks_of
+from services.tokenizer.answer_blocks import Block, BlockKind, blocks_of, is_whole_object
 from services.tokenizer.answer_ids import AnswerKind
 from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, Part, Reasoning, Text, ToolCallStart
 from services.tokenizer.api_error import ApiError
@@ -79,10 +79,12 @@ class ResponsesFormat:
 
     def _whole(self, blocks: Sequence[Block], end: AnswerEnd, usage: Mapping[str, object]) -> dict[str, object]:
         status = _status(end)
-        items = [self._item(index, block, "completed") for index, block in enumerate(blocks)]
-        if items and status == "incomplete":
-            items[-1]["status"] = status
-        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        last = len(blocks) - 1
+        items = [
+            self._item(index, block, _item_status(block, end, is_last=index == last))
+            for index, block in enumerate(blocks)
+        ]
+        reason = {"reason": "max_output_tokens"} if end.finish is Finish.LENGTH else None
         return {**self._response(status, items), "incomplete_details": reason, "usage": responses_usage(usage)}
 
     def _response(self, status: str, output: Sequence[object] = ()) -> dict[str, object]:
@@ -156,8 +158,7 @@ class ResponsesFormat:
             name = f"response.{_PART_TYPES[block.kind]}.done"
             done = self._event(name, **place, text=text, **_no_logprobs(block.kind))
             done += self._event("response.content_part.done", **place, part=_content_part(block.kind, text))
-        is_cut = self._end.finish is Finish.LENGTH
-        item = self._item(index, block, "incomplete" if is_cut else "completed")
+        item = self._item(index, block, _item_status(block, self._end, is_last=True))  # `_end` comes before the last
         return done + self._event("response.output_item.done", output_index=index, item=item)
 
     def _event(self, name: str, /, **fields: object) -> bytes:
@@ -180,7 +181,14 @@ def responses_usage(usage: Mapping[str, object]) -> dict[str, object]:
 
 
 def _status(end: AnswerEnd) -> str:
-    return "incomplete" if end.finish is Finish.LENGTH else "completed"
+    return "incomplete" if end.finish is Finish.LENGTH or end.has_cut_call else "completed"
+
+
+def _item_status(block: Block, end: AnswerEnd, *, is_last: bool) -> str:
+    is_cut = is_last and end.finish is Finish.LENGTH
+    if block.kind is BlockKind.CALL:
+        is_cut |= not is_whole_object(block.text)
+    return "incomplete" if is_cut else "completed"
 
 
 def _content_part(kind: BlockKind, text: str) -> dict[str, object]:

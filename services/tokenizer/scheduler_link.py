@@ -84,11 +84,11 @@ class SchedulerLink:
         """
         request = self.table.open(submits, sink, received_s)
         if self.ended is not None:
-            request.fail(self.ended)
+            request.refuse(self.ended)
             return request
         try:
             if not all(self._scheduler.send(submit) for submit in submits):
-                request.fail(unavailable(Code.OVERLOADED, "the scheduler does not keep up"))
+                request.refuse(unavailable(Code.OVERLOADED, "the scheduler does not keep up"))
         except ProtocolError:  # no receiver would take it, which the checks before should have seen
             error = internal_error()
             logger.exception("a Submit of %d prompt tokens: %s", request.entries[0].num_prompt_tokens, error.message)

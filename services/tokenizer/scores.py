@@ -83,7 +83,7 @@ class Scores:
             raise bad_field("continuations", problem)
         scored = await self._scored(body)
         wanted = AnswersWanted(PROMPT_ALONE, [self._prompt(one, index) for index, one in enumerate(scored)])
-        finished = await self._generation.collect(wanted, received.time_s)
+        finished = await self._generation.collect(wanted, received.time_s, prompt_param="continuations")
         answer_id = f"{AnswerKind.SCORE}{wanted.request_id.hex()}"
         answer = {
             "id": answer_id,

@@ -27,6 +27,7 @@ from services.wire.steps import Embedding, PromptLogprobs
 RESEND_AGAIN_S = 1.0
 MAX_RESENDS = 10
 _LATENCY_BOUNDS_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_NO_FAULTS = frozenset({Finish.TIMEOUT, Finish.ABORTED, Finish.GRAMMAR_TOO_LARGE})  # wanted so, or the client's doing
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class StreamTable:
         answer = self._answers.get(message.request_id)
         if answer is not None and answer.entry.attempt == message.attempt:
             answer.entry.finish = Finish.ABORTED  # the scheduler does not hold it: nothing to abort
-            answer.request.fail(refusal_error(message))
+            answer.request.refuse(refusal_error(message))
 
     def fail_all(self, error: ApiError) -> None:
         """Ends every open request."""
@@ -231,7 +232,9 @@ class StreamTable:
                 self._unacknowledged[entry.request_id] = entry  # no id says that this answer has arrived
             request.sink.end(answer.choice, entry.ending)
         else:
-            logger.error("an answer ended with %s: %s", entry.finish.name, error.message, extra=about(entry.request_id))
+            level = logging.INFO if entry.finish in _NO_FAULTS else logging.ERROR
+            whom = about(entry.request_id)
+            logger.log(level, "an answer ended with %s: %s", entry.finish.name, error.message, extra=whom)
             request.fail(error)
 
     def _await_pieces(self, entry: JournalEntry, now_s: float) -> None:

@@ -15,7 +15,8 @@ from typing import NoReturn
 
 from services.tokenizer.api_error import ApiError, Code
 
-MAX_COMMAS = 1 << 20
+MAX_VALUES = 200_000
+"""Values, less the outermost, as they are counted before anything is built: commas and opening brackets."""
 
 _MAY_SPELL_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -26,8 +27,9 @@ def decode_object(body: bytes) -> dict[str, object]:
     Raises:
         ApiError: 400 `invalid_json` with what is wrong and where; 413 for more values than any request needs.
     """
-    if body.count(b",") > MAX_COMMAS:
-        raise ApiError(413, f"the body holds more than {MAX_COMMAS} commas", code=Code.TOO_MANY_VALUES)
+    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        problem = f"the body holds more than {MAX_VALUES} commas and opening brackets"
+        raise ApiError(413, problem, code=Code.TOO_MANY_VALUES)
     try:
         value = _DECODER.decode(body.decode("utf-8"))
         if _MAY_SPELL_SURROGATE.search(body):

@@ -35,7 +35,7 @@ class StructuredBody(SamplingBody, frozen=True, kw_only=True):
         """
         asked = {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
         grammar = structure_of(asked, StructureLimits.of(settings)) if asked else None
-        check_end(self, grammar)
+        check_beside_grammar(self, grammar)
         return grammar
 
     @property
@@ -44,11 +44,16 @@ class StructuredBody(SamplingBody, frozen=True, kw_only=True):
         return structure_param({name: getattr(self, name) for name in FIELDS})
 
 
-def check_end(body: SamplingBody, grammar: Grammar | None) -> None:
-    """An answer with a grammar ends where the grammar says.
+def check_beside_grammar(body: SamplingBody, grammar: Grammar | None) -> None:
+    """What cannot be kept together with a grammar: no end, and bans that may leave nothing of what it allows.
 
     Raises:
-        ApiError: 400: it shall not.
+        ApiError: 400 naming the field.
     """
-    if grammar is not None and body.ignore_eos:
+    if grammar is None:
+        return
+    if body.ignore_eos:
         raise bad_field("ignore_eos", "cannot go together with a grammar: what it describes has an end")
+    for name in ("allowed_token_ids", "bad_words"):
+        if getattr(body, name):
+            raise bad_field(name, "cannot go together with a grammar: there may be no token that both allow")

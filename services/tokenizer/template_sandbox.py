@@ -32,6 +32,10 @@ class TemplateLimitError(jinja2.TemplateError):
     """Rendering ran into its limit of time or size."""
 
 
+class TemplateSizeError(TemplateLimitError):
+    """A text that the template makes is too large."""
+
+
 @dataclass(frozen=True, slots=True)
 class RenderLimits:
     """Bounds of one rendering.
@@ -162,7 +166,7 @@ def _tick_in_loops(tree: nodes.Template) -> None:
 
 def _check_size(num_characters: int, limits: RenderLimits) -> None:
     if num_characters > limits.max_characters:
-        raise TemplateLimitError(f"the rendered text is longer than {limits.max_characters} characters")
+        raise TemplateSizeError(f"the rendered text is longer than {limits.max_characters} characters")
 
 
 def _length(value: object) -> int:

@@ -122,7 +122,7 @@ class TextEncoder:
             rendered = self.template.render(conversation)
             num_bytes = self._control.num_text_bytes(rendered)
             if num_bytes > self._max_bytes:
-                raise self._too_long(num_bytes, "bytes")
+                raise self._too_long(num_bytes, "bytes", conversation.longest_field)
             return _encode(self._control.tokenizer, rendered, add_special_tokens=False)
 
         return await self._run(work, is_short=conversation.is_short(_SHORT_CHARACTERS))
@@ -173,10 +173,11 @@ class TextEncoder:
         with self._lock:  # called on a pool thread
             self._num_waiting -= 1
 
-    def _too_long(self, count: int, unit: str) -> TextTooLongError:
+    def _too_long(self, count: int, unit: str, param: str | None = None) -> TextTooLongError:
         return TextTooLongError(
             f"the text has {count} {unit}; the context of {self._settings.max_tokens} tokens cannot hold more than"
-            f" {self._max_bytes} bytes"
+            f" {self._max_bytes} bytes",
+            param,
         )
 
 

@@ -90,7 +90,7 @@ def trace_of(record: RequestRecord, own: Identity) -> dict[str, object]:
 def _answer_json(answer: AnswerSummary, hops: list[Hop], record: RequestRecord) -> dict[str, object]:
     return {
         "request_id": answer.request_id.hex(),
-        "finish": reason_of(answer) if answer.finish or record.has_ended else None,
+        "finish": reason_of(answer) if record.was_taken and (answer.finish or record.has_ended) else None,
         "prompt_tokens": answer.prompt_tokens,
         "cached_tokens": answer.cached_tokens,
         "output_tokens": answer.output_tokens,

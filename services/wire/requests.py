@@ -77,6 +77,7 @@ class Load:
     """Scheduler -> tokenizers: lets a full queue refuse before encoding, and tells what fits.
 
     `max_total_tokens` is the most prompt + output tokens of one request: the smaller of context and KV pool.
+    `max_waiting` counts those that free rows await; `max_open` is how many requests rows and queue hold at most.
     `idle_ms` is the time since a token last came out (0 when none ever did); `state` is READY once requests can run.
     """
 
@@ -89,6 +90,7 @@ class Load:
     max_total_tokens: UInt31
     retry_after_s: UInt31
     idle_ms: UInt31
+    max_open: UInt31
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ EXAMPLES: list[object] = [
     Admitted(ID_A, 1),
     Refused(ID_A, 1, 503, "queue_full", "the queue is full", "max_tokens", 2),
     Abort(IDS, pack_int32([1, 0])),
-    Load(State.READY, 3, 1024, 16, 900, 1024, 8192, 1, 25),
+    Load(State.READY, 3, 1024, 16, 900, 1024, 8192, 1, 25, 1040),
     Acknowledge(IDS, pack_int32([1, 0]), pack_int32([17, 18])),
     Resend(IDS, pack_int32([1, 0]), pack_int32([0, 9])),
     Control(4, ControlAction.ABORT_GROUP, ID_B),

@@ -53,16 +53,29 @@ def run(arguments: Sequence[str]) -> int:
     conversation = Conversation("", options.system)
     for assignment in options.set:
         conversation.set_field(assignment.replace("=", " ", 1))
+    question = None if sys.stdin.isatty() else _piped_in()
     with ExitStack() as stack:
         client, conversation.model = _server(options, stack)
         session = ChatSession(client, conversation, Terminal())
-        if sys.stdin.isatty():
+        if question is None:
             _talk(session, client, conversation.model)
             return 0
-        question = sys.stdin.read()
-        if not question.strip():
-            raise CommandError("nothing was asked: the standard input is empty")
         return 0 if session.ask(question.strip("\n")) else _EXIT_INTERRUPTED
+
+
+def _piped_in() -> str:
+    """The standard input, whole; read before there is anybody to ask.
+
+    Raises:
+        CommandError: it is empty, or no text.
+    """
+    try:
+        question = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CommandError(f"the standard input is not UTF-8: byte {error.start} begins no character") from None
+    if not question.strip():
+        raise CommandError("nothing was asked: the standard input is empty")
+    return question.replace("\r\n", "\n")
 
 
 def _talk(session: ChatSession, client: Client, model: str) -> None:

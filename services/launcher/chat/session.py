@@ -36,6 +36,7 @@ class ChatSession:
         self._terminal = terminal
         self._last: Answer | None = None
         self._shows_statistics = False
+        self._unanswered: str | None = None  # the last question, if nothing came of it and it was taken back
         self._actions: dict[str, Callable[[str], None]] = {
             "system": self._system, "set": self._set, "model": self._model, "stats": self._statistics,
             "retry": self._retry, "undo": self._undo, "clear": self._clear, "save": self._save, "help": self._help,
@@ -84,6 +85,7 @@ class ChatSession:
         finally:
             view.end()
             turn.answer = answer.text
+            self._unanswered = None if answer.text else question
             if not answer.text:
                 self._conversation.turns.remove(turn)
         if not is_whole:
@@ -124,22 +126,30 @@ class ChatSession:
             self._note(line)
 
     def _retry(self, argument: str) -> None:
+        unanswered = self._unanswered
+        if unanswered is not None:
+            self.ask(unanswered)
+            return
         if not self._conversation.turns:
             raise CommandError("there is no question to ask again")
         last = self._conversation.turns.pop()
         try:
             self.ask(last.question)
         except CommandError:
-            self._conversation.turns.append(last)  # the earlier answer is better than none
+            if self._unanswered is not None:
+                self._conversation.turns.append(last)  # the earlier answer is better than none
+                self._unanswered = None
             raise
 
     def _undo(self, argument: str) -> None:
+        self._unanswered = None
         if not self._conversation.turns:
             raise CommandError("there is nothing to take back")
         self._note(f"taken back: {self._conversation.turns.pop().question}")
 
     def _clear(self, argument: str) -> None:
         self._conversation.turns.clear()
+        self._unanswered = None
         self._note("the conversation is forgotten")
 
     def _save(self, argument: str) -> None:

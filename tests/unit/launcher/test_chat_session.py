@@ -163,6 +163,22 @@ def test_a_retry_that_fails_leaves_the_earlier_answer(server: OpenAiServer, monk
     assert questions(server)[-1] == ["Hi", ANSWER, "And?"]
 
 
+def test_retry_asks_the_question_that_failed(server: OpenAiServer) -> None:
+    session = ChatSession(Client(ServerAddress.parse(server.url)), Conversation("m"), Terminal(Screen(), False))
+    session.run(Typed(["one"]))
+    server.refusal = (500, "no")
+    session.run(Typed(["two", "/retry"]))
+    server.refusal = None
+    session.run(Typed(["/retry", "three"]))
+    assert questions(server)[-2:] == [["one", ANSWER, "two"], ["one", ANSWER, "two", ANSWER, "three"]]
+    server.refusal = (500, "no")
+    session.run(Typed(["four", "/clear"]))
+    server.refusal = None
+    asked = len(server.asked)
+    session.run(Typed(["/retry"]))
+    assert len(server.asked) == asked
+
+
 def test_a_server_that_is_gone_is_named_in_one_line() -> None:
     with openai_server() as server:
         pass
@@ -184,7 +200,7 @@ def test_thoughts_are_dim_on_a_terminal_and_left_out_elsewhere() -> None:
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, text: str, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode("utf-8", "surrogateescape"))))
     return main(["chat", *arguments])
 
 
@@ -230,6 +246,7 @@ def test_no_other_server_is_started_beside_one_that_wants_a_key(
     ("text", "words", "reason"),
     [
         ("", ["--url", "URL"], "nothing was asked"),
+        ("caf\udce9", ["--url", "URL"], "the standard input is not UTF-8: byte 3 begins no character"),
         ("Hi", ["--url", "URL", "--set", "heat=1"], "there is no field 'heat'"),
         ("Hi", ["--url", "ftp://x"], "--url ftp://x is not a http:// or https:// URL"),
         ("Hi", ["--url", "http://127.0.0.1:1"], "cannot reach http://127.0.0.1:1: Connection refused"),

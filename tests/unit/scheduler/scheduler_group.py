@@ -247,7 +247,7 @@ def run_all(pipeline: Pipeline, submits: list[Submit]) -> None:
 
 def last_load(pipeline: Pipeline) -> Load:
     loads = pipeline.tokenizer.of(Load)
-    return loads[-1] if loads else Load(State.STARTING, 0, 0, 0, 0, 0, 0, 0, 0)
+    return loads[-1] if loads else Load(State.STARTING, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def counter_of(pipeline: Pipeline, name: str) -> float:

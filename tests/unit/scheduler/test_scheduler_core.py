@@ -67,13 +67,12 @@ def test_impossible_ids_are_refused(prompt: list[int], outputs: list[int], messa
 
 def test_a_full_queue_is_a_503_and_free_rows_count_as_room() -> None:
     driver = Driver(new_limits(64, 4, max_rows=2, max_waiting=1))
-    for number in (1, 2):
+    for number in (1, 2, 3):  # two rows and a place in the queue
         driver.submit(new_submit(number, PROMPT, 5))
     with pytest.raises(RequestRefusedError, match="queue is full") as refusal:
-        driver.submit(new_submit(3, PROMPT, 5))
+        driver.submit(new_submit(9, PROMPT, 5))
     assert (refusal.value.status, refusal.value.code) == (503, "queue_full")
     driver.plan()
-    driver.submit(new_submit(4, PROMPT, 5))
     with pytest.raises(RequestRefusedError, match="1 requests are waiting, the limit is 1"):
         driver.submit(new_submit(5, PROMPT, 5))
     driver.run()

@@ -37,7 +37,7 @@ def test_a_request_is_planned_only_when_its_grammar_is_compiled() -> None:
 
 
 def test_others_go_on_while_a_grammar_is_compiled_and_their_queue_is_counted_together() -> None:
-    driver = Driver(new_limits(64, 4, max_rows=1, max_waiting=1))
+    driver = Driver(new_limits(64, 4, max_rows=1, max_waiting=0))
     waiting = driver.submit(new_submit(1, PROMPT, 5, grammar="a+"))
     with pytest.raises(Exception, match="queue is full"):
         driver.submit(new_submit(2, PROMPT, 5))

@@ -254,7 +254,8 @@ def test_load_of_no_worker_is_zero_and_rows_that_are_free_are_room() -> None:
     assert (empty.num_pages, empty.max_waiting, empty.max_total_tokens) == (0, 0, 0)
     core = Core(new_limits(10, 4, max_waiting=3, max_rows=8), EPOCH)
     load = load_of([core], State.READY, 2, 2**40)
-    assert (load.max_waiting, load.num_pages, load.free_pages, load.max_total_tokens) == (8, 10, 10, 40)
+    assert (load.max_waiting, load.num_pages, load.free_pages, load.max_total_tokens) == (11, 10, 10, 40)
+    assert load.max_open == 11
     assert load.idle_ms == 2**31 - 1
 
 

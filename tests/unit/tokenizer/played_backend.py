@@ -34,6 +34,7 @@ READY_LOAD = Load(
     max_total_tokens=CONTEXT,
     retry_after_s=2,
     idle_ms=0,
+    max_open=2048,
 )
 
 METRICS = {

@@ -347,6 +347,21 @@ def test_messages_that_cannot_fit_are_refused_before_rendering(tmp_path: Path) -
         chat.render([_user("x" * 50), _user("y" * 51)])
 
 
+def test_what_the_template_makes_too_long_of_is_named(tmp_path: Path) -> None:
+    source = "{% for a in range(50) %}{{ messages }}{{ tools }}{% endfor %}<tool_call>"
+    chat = _Chat(small_model(tmp_path, source), max_characters=1000)
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * 200}}
+    for message, more, param in (
+        ("x", {"tools": [tool]}, "tools"),
+        ("x", {"tools": [tool], "tools_param": "functions"}, "functions"),
+        ("x" * 400, {"tools": [tool]}, "messages"),
+        ("x", {}, "messages"),
+    ):
+        with pytest.raises(TextTooLongError, match="longer than 1000 characters") as caught:
+            chat.render([_user(message)], **more)
+        assert caught.value.param == param
+
+
 @pytest.mark.parametrize("messages", [[], ["Hi"], [None]])
 def test_messages_of_a_wrong_shape_are_refused(smollm2: _Chat, messages: list[dict[str, object]]) -> None:
     with pytest.raises(ConversationError):

@@ -165,6 +165,40 @@ def test_a_call_cut_off_by_the_limit(server: Server) -> None:
     assert message_of(response)["tool_calls"][0]["function"]["arguments"] == '{"cit'
 
 
+@pytest.mark.parametrize("arguments", ["", "{", '{"city": "', '{"city": "a\\"}', '{"city": {"a": "}"}'])
+def test_a_call_cut_off_by_a_stop_string_is_not_told_as_one_to_run(server: Server, arguments: str) -> None:
+    begun = CALL[: CALL.index('{"city')] + arguments
+    for text in (begun, f"{SECOND}\n{begun}"):
+        for body in ({"tools": [TOOL, OTHER]}, {"tools": [TOOL, OTHER], "tool_choice": "required"}):
+            choice = ask(server, list(text), Finish.STOP_STRING, **body).json()["choices"][0]
+            assert choice["message"]["tool_calls"][-1]["function"]["arguments"] == arguments
+            assert choice["finish_reason"] == "stop"
+            assert stream(server, list(text), Finish.STOP_STRING, **body)[-1]["finish_reason"] == "stop"
+    choices = stream(server, list(begun), Finish.STOP_STRING, functions=[TOOL["function"]])
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "a}{\\"{"}', '{"city": "\\ud800"}', "{}"])
+def test_a_whole_call_behind_which_a_stop_string_came_is_one_to_run(server: Server, arguments: str) -> None:
+    text = CALL[: CALL.index('{"city')] + arguments + "}"
+    choice = ask(server, list(text), Finish.STOP_STRING, tools=[TOOL]).json()["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == arguments
+    assert choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("size", [9_000, 200_000, 3_000_000])  # beyond the context in tokens, in bytes, in characters
+def test_tools_that_do_not_fit_the_context_are_named(server: Server, size: int) -> None:
+    function = {"name": "f", "description": "z" * size}
+    for fields, param in (
+        ({"tools": [{"type": "function", "function": function}]}, "tools"),
+        ({"functions": [function]}, "functions"),
+        ({"tools": [TOOL], "messages": [{"role": "user", "content": "z" * size}]}, "messages"),
+    ):
+        response = ask(server, ["ok"], **fields)
+        assert (response.status, response.error["code"]) == (400, "context_length_exceeded")
+        assert response.error["param"] == param
+
+
 def test_of_an_answer_that_must_call_no_markup_is_shown_where_it_is_cut(server: Server) -> None:
     named = {"type": "function", "function": {"name": "get_weather"}}
     cut_name, cut_second = '<tool_call>\n{"name": "get_', f'{CALL}\n{SECOND}\n<tool_call>\n{{"name": "'

@@ -93,6 +93,12 @@ def test_an_unknown_name_ends_nothing(server: Server) -> None:
         assert server.over_control("POST", "/abort_request", {"rid": name}).json() == {"aborted_answers": 0}
 
 
+def test_a_wish_that_names_nothing_lacks_a_field(server: Server) -> None:
+    for body in ({}, {"rid": None}, {"abort_all": False}):
+        response = server.over_control("POST", "/abort_request", body)
+        assert (response.status, response.error["code"], response.error["param"]) == (400, "missing_field", "rid")
+
+
 @pytest.mark.parametrize(
     ("body", "param"), [({}, "rid"), ({"rid": ""}, "rid"), ({"rid": 3}, "rid"), ({"abort_all": "yes"}, "abort_all")]
 )

@@ -34,6 +34,7 @@ FIELDS: list[tuple[str, Json, str]] = [
     (GENERATE, {"sampling_params": {"json_schema": '{"type":"string","pattern":"("}'}}, "sampling_params.json_schema"),
     (GENERATE, {"sampling_params": {"json_schema": None, "regex": "("}}, "sampling_params.regex"),
     (MESSAGES, {"output_config": OUTPUT_FORMAT}, "output_config.format.schema"),
+    (MESSAGES, {"output_format": OUTPUT_FORMAT["format"]}, "output_format.schema"),
     (RESPONSES, {"text": TEXT_FORMAT}, "text.format.schema"),
 ]
 REASON = "a regular expression cannot be read: unclosed group"

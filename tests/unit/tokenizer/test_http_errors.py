@@ -155,6 +155,33 @@ def test_sse_06_a_full_queue_refuses_before_the_body_is_read(server: Server) -> 
     wait_until(lambda: request(server.port, "POST", TEXT_PATH, BODY).status == 200)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TEXT_PATH, {"prompt": ["a", "b"], "n": 2}, "prompt"),
+        (TEXT_PATH, {"prompt": "a", "n": 4, "stream": True}, "n"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 4}, "n"),
+        ("/v1/embeddings", {"input": ["a"] * 4}, "input"),
+        ("/v1/score", {"prompt": [1], "continuations": [[2]] * 4}, "continuations"),
+        ("/generate", {"text": ["a"] * 4}, "text"),
+        ("/generate", {"text": "a", "sampling_params": {"n": 4}}, "sampling_params.n"),
+    ],
+)
+def test_more_answers_than_can_ever_run_and_wait_at_once_are_no_503(
+    server: Server, path: str, body: Json, param: str
+) -> None:
+    server.backend.tell_load(max_open=3, max_waiting=2, max_total_tokens=4000)
+    server.backend.wait_for_load(server.port, 4000)
+    response = request(server.port, "POST", path, body)
+    assert (response.status, response.error["code"], response.error["param"]) == (400, "invalid_value", param)
+    assert "at most 3" in response.error["message"]
+    assert not server.backend.arrived(Submit)
+    server.backend.tell_load(max_open=4, max_waiting=64)
+    server.backend.script = OK
+    if path == TEXT_PATH:
+        wait_until(lambda: request(server.port, "POST", path, body).status == 200)
+
+
 @pytest.mark.parametrize(("state", "code"), [(State.STARTING, "starting"), (State.DRAINING, "draining")])
 def test_a_group_that_starts_or_drains_answers_503(server: Server, state: State, code: str) -> None:
     server.backend.tell_load(state=state)

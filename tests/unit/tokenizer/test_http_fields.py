@@ -12,7 +12,7 @@ from services.wire.columns import unpack_int32
 from services.wire.request_params import PLAIN_PROMPT, GrammarKind
 from tests.unit.tokenizer.backend_peers import CONTEXT, Server
 from tests.unit.tokenizer.field_requests import CHAT, NUM, assert_refused, chat, complete, submits_of
-from tests.unit.tokenizer.http_client import request
+from tests.unit.tokenizer.http_client import Json, request
 
 
 @pytest.mark.parametrize(
@@ -241,6 +241,36 @@ def test_parameters_reach_the_scheduler_as_they_were_meant(server: Server) -> No
     assert (submit.text.skip_special_tokens, submit.max_tokens, sampling.seed) == (False, 9, 7)
     assert unpack_int32(submit.stop_token_ids) == [9, 257, 264]
     assert submit.output_token_ids == b""
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("/v1/chat/completions", {**CHAT, "reasoning_effort": "x"}, "reasoning_effort", "high, low, max, medium, "),
+        ("/v1/embeddings", {"input": "a", "pooling": "x"}, "pooling", "must be last or mean"),
+        ("/v1/responses", {"input": [{"role": "x", "content": "a"}]}, "input[0].role", "developer, system or user"),
+        ("/v1/responses", {"input": "a", "truncation": "x"}, "truncation", "must be disabled"),
+        ("/v1/responses", {"input": [{"type": "x"}]}, "input[0].type", "function_call_output or reasoning"),
+    ],
+)
+def test_a_word_that_is_none_of_a_fields_is_told_with_those_that_are(
+    server: Server, path: str, body: Json, param: str, words: str
+) -> None:
+    response = request(server.port, "POST", path, body)
+    assert (response.status, response.error["code"], response.error["param"]) == (400, "invalid_value", param)
+    assert words in response.error["message"]
+
+
+def test_a_message_without_a_role_lacks_a_field(server: Server) -> None:
+    for message in ({}, {"content": "x"}, {"role": None, "content": "x"}):
+        response = chat(server, {"messages": [message]})
+        assert (response.status, response.error["code"]) == (400, "missing_field")
+        assert response.error["param"] == "messages[0].role"
+
+
+def test_a_field_without_a_name_is_named_too(server: Server) -> None:
+    for response in (complete(server, {"": 1}), chat(server, {"": 1})):
+        assert (response.status, response.headers["x-ignored-fields"]) == (200, "%22%22")
 
 
 def test_ignore_eos_leaves_only_the_clients_own_stop_ids(server: Server) -> None:

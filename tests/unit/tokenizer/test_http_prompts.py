@@ -146,8 +146,12 @@ def test_duplicate_keys_endless_digits_and_endless_nesting_are_refused(server: S
 
 
 def test_a_body_of_millions_of_values_is_refused_before_it_is_built(server: Server) -> None:
-    response = request(server.port, "POST", "/v1/completions", b'{"prompt": [' + b"[]," * 2_000_000 + b"[]]}")
-    assert (response.status, response.error["code"]) == (413, "too_many_values")
+    deep = b"[" * 200 + b"]" * 200 + b","
+    for values in (b"[]," * 2_000_000, b"0," * 200_000, deep * 1400, b'{"a":0},' * 140_000):
+        response = request(server.port, "POST", "/v1/completions", b'{"prompt": [' + values + b"0]}")
+        assert (response.status, response.error["code"]) == (413, "too_many_values")
+    response = request(server.port, "POST", "/v1/completions", b'{"prompt": [' + b"0," * 199_990 + b"0]}")
+    assert (response.status, response.error["code"]) == (400, "context_length_exceeded")
 
 
 def test_cht_01_content_as_parts_is_the_same_prompt_as_text(server: Server) -> None:

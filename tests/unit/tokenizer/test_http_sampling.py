@@ -124,6 +124,20 @@ def test_min_tokens_forbid_every_end_and_stop_strings(server: Server) -> None:
     assert_refused(complete(server, {"min_tokens": 6, "max_tokens": 5}), "min_tokens")
 
 
+@pytest.mark.parametrize(("field", "value"), [("allowed_token_ids", [5]), ("bad_words", ["x"]), ("ignore_eos", True)])
+def test_what_cannot_be_kept_beside_a_grammar_is_refused(server: Server, field: str, value: Any) -> None:
+    for path in (TEXT_PATH, CHAT_PATH):
+        held: Json = {**CHAT, "prompt": NUM, field: value, "guided_choice": ["a"]}
+        assert_refused(request(server.port, "POST", path, held), field)
+    function: Json = {"name": "f", "parameters": {"type": "object"}}
+    tools: Json = {"tools": [{"type": "function", "function": function}]}
+    strict: Json = {"tools": [{"type": "function", "function": {**function, "strict": True}}]}
+    assert_refused(chat(server, {**tools, "tool_choice": "required", field: value}), field)
+    assert_refused(chat(server, {**strict, field: value}), field)
+    assert chat(server, {**tools, field: value}).status == 200
+    assert chat(server, {"guided_choice": ["a"], "bad_words": []}).status == 200
+
+
 def test_bad_words_are_runs_of_ids_with_and_without_a_blank_in_front(server: Server) -> None:
     rules = rules_of(server, {"bad_words": ["no", " é", "no"]})
     words = split_by_counts(unpack_int32(rules.bad_word_ids), unpack_int32(rules.bad_word_counts))

@@ -69,7 +69,7 @@ def test_thoughts_texts_and_calls_are_blocks_in_order() -> None:
     parts = [
         AnswerDelta([Reasoning("hm"), Text("I "), Text("look.")]),
         AnswerDelta([ToolCallStart(0, "c1", "f"), ToolCallArguments(0, '{"a":')]),
-        AnswerDelta([ToolCallArguments(0, "1}"), ToolCallStart(1, "c2", "g")]),
+        AnswerDelta([ToolCallArguments(0, "1}"), ToolCallStart(1, "c2", "g"), ToolCallArguments(1, "{}")]),
     ]
     end = AnswerEnd(Finish.STOP_TOKEN, has_tool_calls=True)
     made = fmt()
@@ -97,6 +97,7 @@ def test_thoughts_texts_and_calls_are_blocks_in_order() -> None:
         (AnswerEnd(Finish.LENGTH, has_tool_calls=True), "max_tokens", None),
         (AnswerEnd(Finish.STOP_STRING, stop="。"), "stop_sequence", "。"),
         (AnswerEnd(Finish.STOP_TOKEN, has_tool_calls=True), "tool_use", None),
+        (AnswerEnd(Finish.STOP_TOKEN, has_tool_calls=True, has_cut_call=True), "end_turn", None),
     ],
 )
 def test_why_an_answer_ended(end: AnswerEnd, reason: str, sequence: str | None) -> None:
@@ -104,10 +105,11 @@ def test_why_an_answer_ended(end: AnswerEnd, reason: str, sequence: str | None) 
     assert (body["stop_reason"], body["stop_sequence"], body["content"]) == (reason, sequence, [])
 
 
-def test_arguments_that_were_cut_off_are_given_as_they_stand() -> None:
-    parts = [AnswerDelta([ToolCallStart(0, "c", "f"), ToolCallArguments(0, '{"a": "你')])]
+@pytest.mark.parametrize("arguments", ['{"a": "你', "{", ""])
+def test_arguments_that_were_cut_off_are_given_as_they_stand(arguments: str) -> None:
+    parts = [AnswerDelta([ToolCallStart(0, "c", "f"), ToolCallArguments(0, arguments)])]
     body = json.loads(fmt().body([parts], [AnswerEnd(Finish.LENGTH, True)], USAGE))
-    assert body["content"][0]["input"] == {"_incomplete_json": '{"a": "你'}
+    assert body["content"][0]["input"] == {"_incomplete_json": arguments}
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,8 @@ def test_arguments_that_were_cut_off_are_given_as_they_stand() -> None:
         (ApiError(405, "POST", code="x"), "invalid_request_error"),
         (ApiError(500, "id 1", code="x"), "api_error"),
         (unavailable(Code.QUEUE_FULL, "full"), "overloaded_error"),
+        (unavailable(Code.BACKEND_LOST, "gone"), "api_error"),
+        (unavailable(Code.ABORTED, "ended"), "api_error"),
     ],
 )
 def test_api_05_errors_have_anthropics_form(error: ApiError, kind: str) -> None:
@@ -182,6 +186,14 @@ def test_fields_become_those_of_a_chat() -> None:
     }
 
 
+@pytest.mark.parametrize("spelling", ["output_format", "output_config"])
+def test_a_format_is_told_in_either_spelling(spelling: str) -> None:
+    asked = {"type": "json_schema", "schema": {"type": "object"}}
+    fields = chat(**{spelling: asked if spelling == "output_format" else {"format": asked}})
+    schema = {"name": "answer", "schema": {"type": "object"}, "strict": True}
+    assert fields["response_format"] == {"type": "json_schema", "json_schema": schema}
+
+
 def test_an_answer_that_was_begun_goes_on() -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Once"}]
     fields = chat(messages=turns)
@@ -207,6 +219,14 @@ def test_an_answer_that_was_begun_goes_on() -> None:
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [{"name": "f", "input_schema": {}, "type": "web_search_20250305"}]}, "tools[0].type"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"output_format": {"type": "text"}}, "output_format.type"),
+        (
+            {
+                "output_format": {"type": "json_schema", "schema": {}},
+                "output_config": {"format": {"type": "json_schema", "schema": {}}},
+            },
+            "output_format",
+        ),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
     ],
 )

@@ -25,7 +25,7 @@ from services.wire.endpoints import Identity
 from services.wire.finish import Finish
 from services.wire.members import Role
 from services.wire.request_params import SamplingParams, TextParams
-from services.wire.requests import Submit
+from services.wire.requests import Refused, Submit
 from tests.unit.tokenizer.backend_peers import chunk
 
 OWN = Identity(Role.TOKENIZER, "t")
@@ -227,6 +227,24 @@ def test_an_answer_is_counted_once_in_the_histograms_however_often_it_is_reporte
         assert counts == dict.fromkeys(map(str, HopName), 1)
         assert watch.inference_s.total == pytest.approx(0.001)
         assert watch.finished == {"stop": 0, "length": 0, "abort": 1, "timeout": 0, "error": 0}
+
+    in_loop(work)
+
+
+@pytest.mark.parametrize(("status", "code"), [(400, "invalid_grammar"), (503, "queue_full")])
+def test_a_request_that_is_refused_is_no_finished_answer(status: int, code: str) -> None:
+    async def work() -> None:
+        watch = RequestWatch(5, KeyBudgets(0, 0), logs_requests=False, spans=None)
+        table = StreamTable()
+        record = record_with(table, watch.ring, [submit(1), submit(2, group=1)])
+        taken = [record.was_taken]
+        table.refuse(Refused(submit(2).request_id, 0, status, code, "no", "", 0))
+        taken.append(record.was_taken)
+        watch.end(record, "/v1/completions", status)
+        assert [*taken, record.was_taken] == [True, False, False]
+        assert not any(watch.finished.values())
+        for counted in (watch.answer_tokens, watch.longest_answer_tokens, watch.output_token_s):
+            assert counted.buckets()[-1][1] == 0
 
     in_loop(work)
 

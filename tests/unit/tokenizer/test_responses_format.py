@@ -11,7 +11,15 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from services.runtime.config import Settings
-from services.tokenizer.answer_parts import AnswerDelta, AnswerEnd, Reasoning, Text, ToolCallArguments, ToolCallStart
+from services.tokenizer.answer_parts import (
+    AnswerDelta,
+    AnswerEnd,
+    Part,
+    Reasoning,
+    Text,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from services.tokenizer.api_error import ApiError, Code, bad_field, unavailable
 from services.tokenizer.responses_chat import chat_of
 from services.tokenizer.responses_format import ResponsesFormat
@@ -112,6 +120,22 @@ def test_an_answer_that_was_cut_is_incomplete() -> None:
     assert response["output"][0]["status"] == found[-2]["item"]["status"] == "incomplete"
     whole = json.loads(fmt().body([[AnswerDelta([Text("a")])]], [AnswerEnd(Finish.LENGTH)], USAGE))
     assert whole == response
+
+
+@pytest.mark.parametrize("arguments", ["", '{"a": "'])
+@pytest.mark.parametrize("finish", [Finish.STOP_STRING, Finish.STOP_TOKEN])
+def test_a_call_that_was_cut_is_incomplete_and_so_is_the_response(finish: Finish, arguments: str) -> None:
+    whole_call: list[Part] = [ToolCallStart(0, "c1", "f"), ToolCallArguments(0, "{}"), ToolCallStart(1, "c2", "f")]
+    deltas = [AnswerDelta([*whole_call, *([ToolCallArguments(1, arguments)] if arguments else [])])]
+    end = AnswerEnd(finish, has_tool_calls=True, has_cut_call=True)
+    found = stream(deltas, end)
+    assert found[-1]["type"] == "response.incomplete"
+    response = found[-1]["response"]
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", None)
+    assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
+    done = [event["item"] for event in found if event["type"] == "response.output_item.done"]
+    assert done == response["output"]
+    assert json.loads(fmt().body([deltas], [end], USAGE)) == response
 
 
 def test_an_answer_without_text_has_no_items() -> None:

@@ -76,6 +76,29 @@ def test_an_answer_that_stays_incomplete_fails_alone() -> None:
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("finish", "level"),
+    [
+        (Finish.TIMEOUT, "INFO"),
+        (Finish.ABORTED, "INFO"),
+        (Finish.GRAMMAR_TOO_LARGE, "INFO"),
+        (Finish.BACKEND_LOST, "ERROR"),
+        (Finish.NUMERICAL_ERROR, "ERROR"),
+    ],
+)
+def test_an_end_that_somebody_wanted_is_no_error_of_the_log(
+    finish: Finish, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        table, submit = StreamTable(), new_submit()
+        table.open([submit], collected(), 0.0)
+        table.take(chunk(submit, 0, [], 0, "", finish), 1.0)
+
+    with caplog.at_level("INFO"):
+        run(test)
+    assert [record.levelname for record in caplog.records if "an answer ended" in record.message] == [level]
+
+
 def test_acknowledgements_are_cumulative_and_one_message() -> None:
     async def test() -> None:
         table, submits = StreamTable(), [new_submit(), new_submit()]
