@@ -126,7 +126,8 @@ def test_an_answer_that_was_cut_is_incomplete() -> None:
 @pytest.mark.parametrize("finish", [Finish.STOP_STRING, Finish.STOP_TOKEN])
 def test_a_call_that_was_cut_is_incomplete_and_so_is_the_response(finish: Finish, arguments: str) -> None:
     whole_call: list[Part] = [ToolCallStart(0, "c1", "f"), ToolCallArguments(0, "{}"), ToolCallStart(1, "c2", "f")]
-    deltas = [AnswerDelta([*whole_call, *([ToolCallArguments(1, arguments)] if arguments else [])])]
+    more: list[Part] = [ToolCallArguments(1, arguments)] if arguments else []
+    deltas = [AnswerDelta([*whole_call, *more])]
     end = AnswerEnd(finish, has_tool_calls=True, has_cut_call=True)
     found = stream(deltas, end)
     assert found[-1]["type"] == "response.incomplete"
