@@ -18,18 +18,12 @@ from services.tokenizer.sampling_body import SamplingBody
 from tests.unit.tokenizer.backend_peers import CONTEXT, Server, write_small_model
 from tests.unit.tokenizer.http_client import Connection, Json, Response, request
 from tests.unit.tokenizer.scripts import answering
+from tests.unit.tokenizer.short_bodies import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, SHORT_BODIES, USER
 
-CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
-RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
-USER: Json = {"role": "user", "content": "Hi"}
+COUNT = "/v1/messages/count_tokens"
 CALL_BLOCK: Json = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
 THOUGHT_BLOCK: Json = {"type": "thinking", "thinking": "hm"}
-BODIES: dict[str, Json] = {
-    CHAT: {"messages": [USER]},
-    COMPLETIONS: {"prompt": "Hi"},
-    GENERATE: {"text": "Hi"},
-    RESPONSES: {"input": "Hi"},
-    MESSAGES: {"messages": [USER], "max_tokens": 9},
+BODIES: dict[str, Json] = SHORT_BODIES | {
     COUNT: {"messages": [USER]},
     "/tokenize": {"messages": [USER]},
     "/detokenize": {"tokens": [1]},

@@ -9,17 +9,8 @@ import pytest
 from services.wire.finish import Finish
 from tests.unit.tokenizer.backend_peers import Server, chunk
 from tests.unit.tokenizer.http_client import Connection, Json
+from tests.unit.tokenizer.short_bodies import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, SHORT_BODIES
 
-CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-USER: Json = {"role": "user", "content": "Hi"}
-BODIES: dict[str, Json] = {
-    CHAT: {"messages": [USER]},
-    COMPLETIONS: {"prompt": "Hi"},
-    GENERATE: {"text": "Hi"},
-    RESPONSES: {"input": "Hi"},
-    MESSAGES: {"messages": [USER], "max_tokens": 9},
-}
 SCHEMA: Json = {"type": "string", "pattern": "("}
 NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 OUTPUT_FORMAT = {"format": {"type": "json_schema", "schema": SCHEMA}}
@@ -51,7 +42,7 @@ def test_a_grammar_that_cannot_be_compiled_is_told_with_its_field(
     server: Server, path: str, fields: Json, place: str, is_stream: bool
 ) -> None:
     with Connection(server.port) as connection:
-        connection.send("POST", path, {**BODIES[path], **fields, "stream": is_stream})
+        connection.send("POST", path, {**SHORT_BODIES[path], **fields, "stream": is_stream})
         (submit,) = server.backend.take_submits()
         server.backend.refuse(submit, 400, "invalid_grammar", REASON, "grammar")
         response = connection.read_response()
@@ -67,8 +58,8 @@ def test_a_grammar_that_grows_too_large_is_told_with_its_field(
 ) -> None:
     """A 400 while nothing was sent; in a stream an event, in which the field is the client's too."""
     with Connection(server.port) as connection, Connection(server.port) as streaming:
-        connection.send("POST", path, {**BODIES[path], **fields})
-        streaming.send("POST", path, {**BODIES[path], **fields, "stream": True})
+        connection.send("POST", path, {**SHORT_BODIES[path], **fields})
+        streaming.send("POST", path, {**SHORT_BODIES[path], **fields, "stream": True})
         submits = server.backend.take_submits(2)
         server.backend.admit(*submits)
         for submit in submits:
