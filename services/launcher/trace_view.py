@@ -87,12 +87,12 @@ def bar(hop: Mapping[str, Any], duration_ms: float, width: int) -> str:
     start, wait, work = float(hop["start_ms"]), float(hop["wait_ms"]), float(hop["work_ms"])
     scale = width / max(duration_ms, start + wait + work, 1e-9)
     begin = min(width - 1, max(0, int(start * scale)))
-    marks = _WAIT * _length(wait * scale) + _WORK * _length(work * scale)
+    marks = _WAIT * _length(wait, scale) + _WORK * _length(work, scale)
     return (" " * min(begin, max(0, width - len(marks))) + marks)[:width].ljust(width)
 
 
-def _length(columns: float) -> int:
-    return max(1, round(columns)) if columns > 0 else 0
+def _length(time_ms: float, scale: float) -> int:
+    return max(1, round(time_ms * scale)) if time_ms > 0 else 0
 
 
 def _ms(value: float) -> str:

@@ -114,7 +114,7 @@ def test_sse_05_an_error_after_the_first_byte_is_an_event(server: Server, path: 
         assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
         assert last["response"]["error"]["message"].startswith("backend_lost: ")
     else:
-        assert (last["type"], last["error"]["type"]) == ("error", "overloaded_error")
+        assert (last["type"], last["error"]["type"]) == ("error", "api_error")
 
 
 @BOTH
