@@ -6,6 +6,8 @@ weight = (code - 8) * scale + middle. A grid's float32 scale and minimum are rou
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,19 @@ BYTES_OF_8_WEIGHTS = 5  # 4 for their codes, and for 32 weights a scale and a mi
 
 def fits_four_bit(grid: FourBitGrid) -> bool:
     """Whether the operator can take the matrix."""
-    return hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu") and grid.codes.shape[0] % _ROWS_MULTIPLE == 0
+    return grid.codes.shape[0] % _ROWS_MULTIPLE == 0 and has_four_bit_products()
+
+
+@functools.cache
+def has_four_bit_products() -> bool:
+    """Whether this build of torch has the operator for this processor: found out by a small product."""
+    codes = torch.zeros(_ROWS_MULTIPLE, GROUP, dtype=torch.uint8)
+    scales = torch.zeros(_ROWS_MULTIPLE, 1)
+    try:
+        FourBitProjection(FourBitGrid(codes, scales, scales), None)(torch.zeros(1, GROUP))
+    except (AttributeError, RuntimeError):  # torch does not know its name, or has no kernel behind it
+        return False
+    return True
 
 
 class FourBitProjection:

@@ -10,6 +10,8 @@ The operators are those that torch's own compiler calls with frozen weights.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -40,9 +42,14 @@ class PackedProjection:
         return product.to(x.dtype)
 
 
+@functools.cache
 def has_packed_float32() -> bool:
-    """Whether this build of torch has oneDNN and its packed products."""
-    return bool(torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
+    """Whether this build of torch has oneDNN and its packed products: found out by a small one."""
+    try:
+        PackedProjection(torch.zeros(1, 1), None, torch.float32)(torch.zeros(1, 1))
+    except (AttributeError, RuntimeError):  # torch does not know its name, or has no kernel behind it
+        return False
+    return True
 
 
 def has_fast_bfloat16() -> bool:

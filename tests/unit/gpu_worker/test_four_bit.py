@@ -14,7 +14,8 @@ from torch import Tensor
 from services.gpu_worker.four_bit_grid import GROUP, FourBitGrid, has_grid, read_grid, stacked
 from services.gpu_worker.models.projection import DenseProjection
 from services.gpu_worker.products.forms import CpuForms, crossover
-from services.gpu_worker.products.four_bit import FourBitProjection, fits_four_bit
+from services.gpu_worker.products.four_bit import FourBitProjection, fits_four_bit, has_four_bit_products
+from services.gpu_worker.products.kernels import has_packed_float32
 from services.gpu_worker.products.two_forms import TwoForms
 from services.gpu_worker.weights import grid_names, laid_out_bytes, load_laid_out, load_model
 from services.model_files.source import open_model
@@ -86,6 +87,25 @@ def test_a_matrix_whose_rows_the_operator_cannot_take_is_kept_otherwise() -> Non
     projection = CpuForms(is_exact=False).lay_out(dense, grid)
     x = torch.randn(3, 32)
     torch.testing.assert_close(projection(x), dense(x), rtol=0.05, atol=0.05)
+
+
+def test_a_build_without_the_operators_keeps_matrices_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nothing:
+        def __getattr__(self, name: str) -> None:
+            raise AttributeError(name)
+
+    for found in (has_four_bit_products, has_packed_float32):
+        found.cache_clear()
+    with monkeypatch.context() as without:
+        without.setattr(torch.ops, "aten", Nothing())
+        without.setattr(torch.ops, "mkldnn", Nothing())
+        grid = random_grid(32, 64)
+        dense = DenseProjection(grid.values())
+        assert CpuForms(is_exact=False).lay_out(dense, grid) is dense
+        assert CpuForms(is_exact=True).lay_out(dense, None) is dense
+    for found in (has_four_bit_products, has_packed_float32):
+        found.cache_clear()
+    assert has_four_bit_products() == hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
 
 
 class Counted:
