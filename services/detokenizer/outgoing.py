@@ -14,6 +14,7 @@ from services.detokenizer.turn_times import EndedAnswer
 from services.wire.answers import DecodeFailed, StopFound, TextChunks
 from services.wire.columns import pack_int32, pack_request_ids
 from services.wire.finish import Finish
+from services.wire.joined_rows import joined_rows
 from services.wire.logprob_columns import join_logprobs
 from services.wire.requests import Resend
 
@@ -127,11 +128,11 @@ class Outgoing:
         for tokenizer, rows in self._all_rows():
             parts = parts_of.setdefault(tokenizer, [])
             if parts and num_bytes[tokenizer] + rows.most_bytes > MAX_CHUNK_BYTES:
-                messages.append((tokenizer, _joined(parts)))
+                messages.append((tokenizer, joined_rows(parts)))
                 parts.clear()
             num_bytes[tokenizer] = rows.most_bytes + (num_bytes[tokenizer] if parts else 0)
             parts.append(rows.message())
-        return messages + [(tokenizer, _joined(parts)) for tokenizer, parts in parts_of.items()]
+        return messages + [(tokenizer, joined_rows(parts)) for tokenizer, parts in parts_of.items()]
 
     def for_scheduler(self) -> list[StopFound | DecodeFailed | Resend]:
         """What the scheduler must hear, stops first: they free pages."""
@@ -149,31 +150,6 @@ class Outgoing:
 
     def _all_rows(self) -> list[tuple[bytes, ChunkRows | TogetherRows]]:
         return [*self._full, *self._rows_of.items()]
-
-
-def _joined(parts: list[TextChunks]) -> TextChunks:
-    """One message with the rows of all; where some have log-probabilities, the ids of the others have none."""
-    if len(parts) == 1:
-        return parts[0]
-    logprob_counts = b""
-    if any(part.logprob_counts for part in parts):
-        logprob_counts = b"".join([part.logprob_counts or bytes(len(part.token_ids)) for part in parts])
-    return TextChunks(
-        request_ids=b"".join([part.request_ids for part in parts]),
-        attempts=b"".join([part.attempts for part in parts]),
-        first_indexes=b"".join([part.first_indexes for part in parts]),
-        counts=b"".join([part.counts for part in parts]),
-        token_ids=b"".join([part.token_ids for part in parts]),
-        text_offsets=b"".join([part.text_offsets for part in parts]),
-        texts=tuple(chain.from_iterable([part.texts for part in parts])),
-        finishes=b"".join([part.finishes for part in parts]),
-        completion_tokens=b"".join([part.completion_tokens for part in parts]),
-        cached_tokens=b"".join([part.cached_tokens for part in parts]),
-        stops=tuple(chain.from_iterable([part.stops for part in parts])),
-        logprob_counts=logprob_counts,
-        logprob_ids=b"".join([part.logprob_ids for part in parts]),
-        logprobs=b"".join([part.logprobs for part in parts]),
-    )
 
 
 def _three_columns(rows: list[tuple[bytes, int, int]]) -> tuple[bytes, bytes, bytes]:

@@ -7,11 +7,10 @@ from services.scheduler.request import Request
 from services.wire.answers import TokensProduced
 from services.wire.columns import pack_int32
 from services.wire.finish import Finish
+from services.wire.joined_rows import joined_rows
 from services.wire.logprob_columns import LogprobRun, join_logprobs
 
-MAX_IDS = (
-    2**20
-)  # ids in a message (4 MiB), those of log-probabilities counted twice; the row that passes it is the last
+MAX_IDS = 2**20  # in a message (4 MiB), those of log-probabilities counted twice; the row that passes it is the last
 MAX_IDS_OF_A_ROW = 4_096  # a longer run, an answer that is sent again, becomes several rows
 
 
@@ -105,26 +104,7 @@ class TokenBatch:
         self._end_rows()
         parts, self._parts, self._num_ids = self._parts, [], 0
         if parts:
-            self._full.append(parts[0] if len(parts) == 1 else _joined(parts))
+            self._full.append(joined_rows(parts))
 
 
 _ONE = pack_int32([1])
-
-
-def _joined(parts: list[TokensProduced]) -> TokensProduced:
-    """One message with the rows of all; where some have log-probabilities, the ids of the others have none."""
-    logprob_counts = b""
-    if any(part.logprob_counts for part in parts):
-        logprob_counts = b"".join([part.logprob_counts or bytes(len(part.token_ids)) for part in parts])
-    return TokensProduced(
-        request_ids=b"".join([part.request_ids for part in parts]),
-        attempts=b"".join([part.attempts for part in parts]),
-        first_indexes=b"".join([part.first_indexes for part in parts]),
-        counts=b"".join([part.counts for part in parts]),
-        token_ids=b"".join([part.token_ids for part in parts]),
-        finishes=b"".join([part.finishes for part in parts]),
-        cached_tokens=b"".join([part.cached_tokens for part in parts]),
-        logprob_counts=logprob_counts,
-        logprob_ids=b"".join([part.logprob_ids for part in parts]),
-        logprobs=b"".join([part.logprobs for part in parts]),
-    )
