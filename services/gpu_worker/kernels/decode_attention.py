@@ -19,9 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from services.gpu_worker.kernels.jit import kernel, power_of_two
+from services.gpu_worker.kernels.pool_tiles import LOG2_E, load_tile, takes_float32, tile_tokens
 
-_LOG2_E = 1.4426950408889634
-_TILE_ELEMENTS = 8192  # of keys in one go: 64 tokens of 128 wide heads
 _MAX_SPLITS = 32
 
 
@@ -89,7 +88,7 @@ def decode_attention(
         decoding.positions,
         sums,
         weights,
-        head_dim**-0.5 * _LOG2_E,
+        head_dim**-0.5 * LOG2_E,
         queries.stride(0),
         decoding.page_table.stride(0),
         page_size=page_size,
@@ -100,7 +99,7 @@ def decode_attention(
         num_splits=parts,
         group_block=max(16, power_of_two(group)),
         dim_block=dim_block,
-        token_block=max(16, _TILE_ELEMENTS // dim_block // (queries.element_size() // 2)),
+        token_block=tile_tokens(queries, dim_block),
         in_float32=takes_float32(queries),
     )
     if parts > 1:
@@ -115,11 +114,6 @@ def decode_attention(
             split_block=power_of_two(parts),
             dim_block=dim_block,
         )
-
-
-def takes_float32(queries: Tensor) -> bool:
-    """Whether products take float32 operands: for float32 itself, and on the CPU, where bfloat16 has no products."""
-    return queries.dtype == torch.float32 or queries.is_cpu
 
 
 @kernel
@@ -176,15 +170,9 @@ def _attend_split(
     for start in range(begin, end, token_block):
         at = start + tl.arange(0, token_block)
         is_read = at < end
-        page = tl.load(pages + at // page_size, mask=is_read, other=0)
-        slot = (page * page_size + at % page_size).to(tl.int64)
-        places = (slot[:, None] * num_kv_heads + kv_head) * head_dim + dims[None, :]
-        is_there = is_read[:, None] & (dims < head_dim)[None, :]
-        key = tl.load(keys + places, mask=is_there, other=0.0)
-        value = tl.load(values + places, mask=is_there, other=0.0)
-        if in_float32:
-            key = key.to(tl.float32)
-            value = value.to(tl.float32)
+        key, value = load_tile(
+            keys, values, pages, at, is_read, kv_head, dims, page_size, num_kv_heads, head_dim, in_float32
+        )
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(is_read[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))

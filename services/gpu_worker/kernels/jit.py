@@ -7,9 +7,11 @@ Kernels are plain functions in Triton's language. Parameters that are known when
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import triton
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Kernel(Protocol):
@@ -22,6 +24,11 @@ class Kernel(Protocol):
 def kernel(function: Callable[..., None]) -> Kernel:
     """Makes a kernel of a function; it is compiled at its first launch with each set of compile-time parameters."""
     return cast(Kernel, triton.jit(function))
+
+
+def kernel_part(function: F) -> F:
+    """Makes a function that kernels call; it becomes part of each."""
+    return cast(F, triton.jit(function))
 
 
 def power_of_two(number: int) -> int:

@@ -17,12 +17,10 @@ import numpy as np
 import triton.language as tl
 from torch import Tensor
 
-from services.gpu_worker.kernels.decode_attention import takes_float32
 from services.gpu_worker.kernels.jit import kernel, power_of_two
+from services.gpu_worker.kernels.pool_tiles import LOG2_E, load_tile, takes_float32, tile_tokens
 from services.gpu_worker.uploads import upload
 
-_LOG2_E = 1.4426950408889634
-_TILE_ELEMENTS = 8192  # of keys in one go: 64 tokens of 128 wide heads
 _MANY_WARPS_ELEMENTS = 16384  # of queries in a block: the sums of so many fill the registers of eight warps
 
 
@@ -93,7 +91,7 @@ def prefill_attention(
         chunks.page_table,
         chunks.blocks,
         output,
-        head_dim**-0.5 * _LOG2_E,
+        head_dim**-0.5 * LOG2_E,
         num_blocks,
         queries.stride(0),
         chunks.page_table.stride(0),
@@ -104,7 +102,7 @@ def prefill_attention(
         window=window or 0,
         query_block=chunks.block_tokens,
         dim_block=dim_block,
-        token_block=max(16, _TILE_ELEMENTS // dim_block // (queries.element_size() // 2)),
+        token_block=tile_tokens(queries, dim_block),
         in_float32=takes_float32(queries),
         num_warps=8 if chunks.block_tokens * dim_block >= _MANY_WARPS_ELEMENTS else 4,
     )
@@ -161,15 +159,9 @@ def _attend_block(
     for start in range(begin, end, token_block):
         at = start + tl.arange(0, token_block)
         is_read = at < end
-        page = tl.load(pages + at // page_size, mask=is_read, other=0)
-        slot = (page * page_size + at % page_size).to(tl.int64)
-        places = (slot[:, None] * num_kv_heads + kv_head) * head_dim + dims[None, :]
-        is_there = is_read[:, None] & (dims < head_dim)[None, :]
-        key = tl.load(keys + places, mask=is_there, other=0.0)
-        value = tl.load(values + places, mask=is_there, other=0.0)
-        if in_float32:
-            key = key.to(tl.float32)
-            value = value.to(tl.float32)
+        key, value = load_tile(
+            keys, values, pages, at, is_read, kv_head, dims, page_size, num_kv_heads, head_dim, in_float32
+        )
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         is_seen = at[None, :] <= query_positions[:, None]
         if window > 0:
