@@ -4,8 +4,10 @@
 
 Texts are continued greedily in exact numerics. Of every position of them, prompt and continuation, both ways give a
 distribution over the next token: what is told is the mean Kullback-Leibler divergence of fast from exact in nats, its
-99th percentile, and at how many positions both find the same likeliest token. Then the texts are continued in fast
-numerics too, and those that are the same to the end are counted. On the CPU; how fast the machine is does not matter.
+99th percentile, and at how many positions both find the same likeliest token. This is told twice, because matrices may
+have a form for few rows and one for many: with a text computed at once, as a prompt is, and token by token, as an
+answer is. Then the texts are continued in fast numerics too, and those that are the same to the end are counted. On the
+CPU; how fast the machine is does not matter.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor
 from bench.draw_stability import BEGINNINGS
 from bench.provenance import provenance
 from services.gpu_worker.attention import attention_for
+from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.models.config import ModelConfig
@@ -61,6 +64,11 @@ class Agreement:
         """Share of positions with the same likeliest token."""
         return self.num_same / len(self.divergences)
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """For the report."""
+        return {"mean_divergence": self.mean, "p99_divergence": self.p99, "same_likeliest_share": self.same_share}
+
 
 class Writer:
     """Computes texts, one at a time, in one of the two ways."""
@@ -69,11 +77,15 @@ class Writer:
         self._pages = list(range(-(-max_tokens // _PAGE_SIZE)))
         shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, _PAGE_SIZE, torch.float32)
         pool = KvCache(shape, len(self._pages), _CPU)
-        self._runner = ModelRunner(config, weights, pool, attention_for(_CPU, torch.float32))
+        self._runner = ModelRunner(config, weights, pool, attention_for(_CPU, torch.float32), operators_for(_CPU))
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """[num_tokens, vocab_size] of a text from its beginning."""
         return self._step(ids, 0)
+
+    def logits_by_token(self, ids: Sequence[int]) -> Tensor:
+        """Likewise, each token in a step of its own."""
+        return torch.cat([self._step(ids[place : place + 1], place) for place in range(len(ids))])
 
     def continuation(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """The prompt and its greedy continuation."""
@@ -122,25 +134,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     longest = max(map(len, prompts)) + options.tokens
     print(f"fast: {forms.description}")
     exact, fast = (Writer(model.config, weights, longest) for weights in (model.weights, fast_model.weights))
-    parts, num_same_texts = [], 0
+    at_once, by_token, num_same_texts = [], [], 0
     for number, prompt in enumerate(prompts, start=1):
         text = exact.continuation(prompt, options.tokens)
-        parts.append(agreement_of(exact.logits(text), fast.logits(text)))
+        expected = exact.logits(text)
+        at_once.append(agreement_of(expected, fast.logits(text)))
+        by_token.append(agreement_of(expected, fast.logits_by_token(text)))
         num_same_texts += fast.continuation(prompt, options.tokens) == text
-        print(f"text {number} of {len(prompts)}: divergence {parts[-1].mean:.1e}", flush=True)
-    found = joined(parts)
-    print(
-        f"{len(found.divergences)} positions: divergence {found.mean:.2e} on average, {found.p99:.2e} at the 99th "
-        f"percentile; the same likeliest token at {100 * found.same_share:.2f} %; "
-        f"{num_same_texts} of {len(prompts)} greedy texts of {options.tokens} tokens the same"
-    )
+        print(
+            f"text {number} of {len(prompts)}: divergence {at_once[-1].mean:.1e} at once, "
+            f"{by_token[-1].mean:.1e} token by token",
+            flush=True,
+        )
+    found = {"at_once": joined(at_once), "by_token": joined(by_token)}
+    for name, agreement in found.items():
+        print(
+            f"{name}: {len(agreement.divergences)} positions, divergence {agreement.mean:.2e} on average, "
+            f"{agreement.p99:.2e} at the 99th percentile; same likeliest token at {100 * agreement.same_share:.2f} %"
+        )
+    print(f"{num_same_texts} of {len(prompts)} greedy texts of {options.tokens} tokens the same")
     if options.out is not None:
         report = source | {
             "fast": forms.description,
-            "positions": len(found.divergences),
-            "mean_divergence": found.mean,
-            "p99_divergence": found.p99,
-            "same_likeliest_share": found.same_share,
+            "positions": len(found["at_once"].divergences),
+            **{name: agreement.numbers for name, agreement in found.items()},
             "texts": len(prompts),
             "tokens": options.tokens,
             "same_texts": num_same_texts,

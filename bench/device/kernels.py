@@ -14,8 +14,8 @@ from bench.device.report import Outcome, held
 from bench.random_checkpoints import Shape, write_checkpoint
 from services.gpu_worker.attention import attention_for
 from services.gpu_worker.decode_graphs import GraphLimits
+from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.graph_device import CudaGraphDevice
-from services.gpu_worker.kernels import operators_for
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.step_inputs import StepRow, build_step_inputs

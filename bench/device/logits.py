@@ -16,7 +16,7 @@ from services.gpu_worker.attention import attention_for
 from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.attention.paged_cuda import PagedCudaAttention
 from services.gpu_worker.attention.reference import ReferenceAttention
-from services.gpu_worker.kernels import operators_for
+from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.step_inputs import StepRow, build_step_inputs

@@ -22,9 +22,9 @@ from bench.random_checkpoints import Shape, write_config
 from services.gpu_worker.attention import attention_for
 from services.gpu_worker.decode_graphs import GraphLimits
 from services.gpu_worker.dummy_weights import dummy_model
+from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.graph_device import CudaGraphDevice
 from services.gpu_worker.held_rows import WorkerSizes
-from services.gpu_worker.kernels import operators_for
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.step_inputs import StepRow, build_step_inputs

@@ -17,8 +17,8 @@ import torch
 from bench.device.report import Outcome, held
 from bench.random_checkpoints import Shape, write_checkpoint
 from services.gpu_worker.attention import attention_for
+from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.held_rows import WorkerSizes
-from services.gpu_worker.kernels import operators_for
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.step_launcher import StepLauncher

@@ -30,7 +30,7 @@ from services.gpu_worker.start_up import (
     is_laid_out,
     token_budget,
 )
-from services.gpu_worker.weights import check_model, default_dtype, grid_names, laid_out_bytes
+from services.gpu_worker.weights import check_model, default_dtype, grids_in, laid_out_bytes
 from services.model_files.errors import ModelFileError
 from services.model_files.source import open_model
 from services.runtime.config import Settings, SettingsError, load_settings
@@ -100,8 +100,8 @@ def fit(settings: Settings, device: torch.device, host: Machine, is_config_only:
         return Fit(problem=str(error), remedy="leave --dtype out, or set --numerics fast")
     sizes = _sizes(settings, config, dtype, device, context)
     if is_laid_out(settings, device):
-        on_grid = frozenset() if is_config_only else grid_names(files)
-        sizes = dataclasses.replace(sizes, weight_bytes=laid_out_bytes(config, forms_of(settings), on_grid))
+        grids = {} if is_config_only else grids_in(files)
+        sizes = dataclasses.replace(sizes, weight_bytes=laid_out_bytes(config, forms_of(settings), grids))
     num_sharing = settings.dp_size if device.type == "cpu" else 1  # on CUDA each worker has a device of its own
     memory = MemoryState(
         total=host.total_bytes,

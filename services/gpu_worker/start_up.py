@@ -17,13 +17,14 @@ from services.gpu_worker.attention import attention_named
 from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.decode_graphs import GraphLimits
 from services.gpu_worker.dummy_weights import dummy_model
+from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.grammar_compiler import GrammarCompiler
 from services.gpu_worker.grammar_process import ChildSpec
 from services.gpu_worker.grammar_rows import GrammarRows
 from services.gpu_worker.graph_warm_up import graph_device, record_graphs
 from services.gpu_worker.held_rows import WorkerSizes
 from services.gpu_worker.host_limits import keep_freed_memory, keep_to_share, share_of_cores
-from services.gpu_worker.kernels import operators_for, triton_problem
+from services.gpu_worker.kernels import triton_problem
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.largest_step import run_largest_step
 from services.gpu_worker.load_progress import LoadProgress

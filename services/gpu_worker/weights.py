@@ -6,7 +6,7 @@ before any data is read, so that a wrong file is refused at once. Only JSON, saf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.gpu_worker.four_bit_grid import FourBitGrid, stacked
 from services.gpu_worker.models.checkpoint_layout import (
     Placement,
     allocate_layer,
@@ -29,6 +28,7 @@ from services.gpu_worker.models.layer_weights import DecoderWeights, LayerWeight
 from services.gpu_worker.models.parse_config import parse_model_config
 from services.gpu_worker.models.projection import DenseProjection, Projection
 from services.gpu_worker.models.registry import FAMILIES
+from services.gpu_worker.weight_grid import WeightGrid, stacked
 from services.gpu_worker.weight_sources.safetensors_files import SafetensorsFiles
 from services.gpu_worker.weight_sources.source import LoadMeter, WeightSource
 from services.model_files.errors import ModelFileError
@@ -87,14 +87,13 @@ class RunnableModel:
 class Forms(Protocol):
     """Decides in what form each matrix is kept."""
 
-    @property
-    def reads_grids(self) -> bool:
-        """Whether matrices on a 4-bit grid are of use as such."""
+    def reads_grid(self, num_bits: int) -> bool:
+        """Whether matrices on a grid of so many bits are of use as such."""
 
-    def expect(self, num_weights: int, has_grid: bool) -> int:
+    def expect(self, num_weights: int, grid_bits: int | None) -> int:
         """Bytes that a matrix of so many weights will take at most; asked for one matrix after another."""
 
-    def lay_out(self, dense: DenseProjection, grid: FourBitGrid | None) -> Projection:
+    def lay_out(self, dense: DenseProjection, grid: WeightGrid | None) -> Projection:
         """The projection that runs; `grid` is where the file holds the matrix on one. May keep `dense`."""
 
 
@@ -146,9 +145,9 @@ def load_laid_out(
     config, place = reader.config, (torch.float32, torch.device("cpu"))
     outside = allocate_outside(config, *place)
     with torch.inference_mode():
-        for item in outside_placements(config, outside):
-            reader.load(item)
-        head = forms.lay_out(outside.head, None)
+        items = list(outside_placements(config, outside))
+        grids = [reader.load_form(item, forms) for item in items]
+        head = forms.lay_out(outside.head, _grid_of(outside.head, items, grids))
         layers = []
         for index in range(config.num_layers):
             layer = allocate_layer(config, *place)
@@ -157,22 +156,30 @@ def load_laid_out(
     return RunnableModel(config, weights, reader.report())
 
 
-def grid_names(files: ModelFiles) -> frozenset[str]:
-    """The tensors that a model's files hold on a 4-bit grid, by checkpoint name. Raises ModelFileError."""
+def grids_in(files: ModelFiles) -> dict[str, int]:
+    """The tensors that a model's files hold on a grid, by checkpoint name: bits of a code. Raises ModelFileError."""
     source = _open_source(files, parse_model_config(files))
-    return frozenset(name for name in source.tensors if source.has_grid(name))
+    bits = {name: source.grid_bits(name) for name in source.tensors}
+    return {name: num_bits for name, num_bits in bits.items() if num_bits is not None}
 
 
-def laid_out_bytes(config: ModelConfig, forms: Forms, on_grid: Set[str] = frozenset()) -> int:
-    """About what a model takes in memory once `load_laid_out` has loaded it; `on_grid`: see `grid_names`."""
+def laid_out_bytes(config: ModelConfig, forms: Forms, grids: Mapping[str, int] | None = None) -> int:
+    """About what a model takes in memory once `load_laid_out` has loaded it; `grids`: see `grids_in`."""
+
+    def expected(item: Placement) -> int:
+        num_bits = (grids or {}).get(item.name)
+        is_read = num_bits is not None and forms.reads_grid(num_bits)
+        return forms.expect(item.target.numel(), num_bits if is_read else None)
+
     meta = (torch.float32, torch.device("meta"))
     outside = allocate_outside(config, *meta)
-    num_bytes = outside.embedding.nbytes + forms.expect(outside.head.weight.numel(), False)
+    heads = [item for item in outside_placements(config, outside) if item.target is outside.head.weight]
+    num_bytes = outside.embedding.nbytes + sum(expected(item) for item in heads)
     for index in range(config.num_layers):
         layer = allocate_layer(config, *meta)
         for item in layer_placements(config, layer, index):
             if item.target.dim() == 2:
-                num_bytes += forms.expect(item.target.numel(), forms.reads_grids and item.name in on_grid)
+                num_bytes += expected(item)
             else:
                 num_bytes += item.target.nbytes
     return num_bytes + outside.final_norm.nbytes
@@ -195,13 +202,14 @@ class _Reader:
         self._source.load(item.name, item.target, self._meter)
         self._require_finite(item)
 
-    def load_grid(self, item: Placement) -> FourBitGrid | None:
-        """Likewise; the grid, where the file holds the tensor on one."""
-        grid = self._source.load_grid(item.name, item.target, self._meter)
-        if grid is None:
+    def load_form(self, item: Placement, forms: Forms) -> WeightGrid | None:
+        """Likewise; the grid, where the file holds the tensor on one that is of use."""
+        num_bits = self._source.grid_bits(item.name)
+        if num_bits is None or not forms.reads_grid(num_bits):
             self.load(item)
-        else:
-            self._require_finite(item)
+            return None
+        grid = self._source.load_grid(item.name, item.target, self._meter)
+        self._require_finite(item)
         return grid
 
     def _require_finite(self, item: Placement) -> None:
@@ -224,24 +232,20 @@ class _Reader:
 def _laid_out(
     reader: _Reader, layer: LayerWeights[DenseProjection], items: list[Placement], forms: Forms
 ) -> LayerWeights[Projection]:
-    grids: list[FourBitGrid | None] = []
-    for item in items:
-        if forms.reads_grids:
-            grids.append(reader.load_grid(item))
-        else:
-            reader.load(item)
-            grids.append(None)
+    grids = [reader.load_form(item, forms) for item in items]
+    return layer.with_projections(lambda dense: forms.lay_out(dense, _grid_of(dense, items, grids)))
 
-    def laid_out(dense: DenseProjection) -> Projection:
-        # The parts of a fused matrix are views of it, in the order of its rows.
-        memory = dense.weight.untyped_storage().data_ptr()
-        parts = [
-            grid for item, grid in zip(items, grids, strict=True) if item.target.untyped_storage().data_ptr() == memory
-        ]
-        known = [part for part in parts if part is not None]
-        return forms.lay_out(dense, stacked(known) if len(known) == len(parts) else None)
 
-    return layer.with_projections(laid_out)
+def _grid_of(
+    dense: DenseProjection, items: Sequence[Placement], grids: Sequence[WeightGrid | None]
+) -> WeightGrid | None:
+    """The grid of a matrix, if all of its parts lie on one. They are views of it, in the order of its rows."""
+    memory = dense.weight.untyped_storage().data_ptr()
+    parts = [
+        grid for item, grid in zip(items, grids, strict=True) if item.target.untyped_storage().data_ptr() == memory
+    ]
+    known = [part for part in parts if part is not None]
+    return stacked(known) if parts and len(known) == len(parts) else None
 
 
 def check_model(files: ModelFiles) -> ModelConfig:

@@ -26,7 +26,8 @@ class StepAttention(Protocol):
 
         Args:
             layer: whose pool to write to.
-            heads: [num_tokens, num_heads + num_kv_heads, head_dim], queries, then keys, not rotated yet; may be a view.
+            heads: [num_tokens, num_heads + num_kv_heads, head_dim], queries, then keys, not rotated yet; may be a view,
+                whose tokens lie apart but not their heads, and may be rotated in place.
             values: [num_tokens, num_kv_heads, head_dim]; likewise.
             cos_sin: of the new tokens' positions, see `rotary_cos_sin`.
 

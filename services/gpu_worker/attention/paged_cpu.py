@@ -1,6 +1,7 @@
 """gpu_worker: paged attention for CPUs.
 
-Decoding rows read keys and values in place (`sparse_decode`). A row with several new tokens reads its context as a view
+Decoding rows read keys and values in place, in a compiled loop where there is one (`loop_decode`), else as products of
+torch (`sparse_decode`). A row with several new tokens reads its context as a view
 where its pages are neighbours in the pool, and otherwise gathers it: once for a whole chunk of tokens, which then each
 go through all of it.
 """
@@ -8,6 +9,7 @@ go through all of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -15,30 +17,61 @@ from torch import Tensor
 from services.gpu_worker.attention.backend import rotate_then_write
 from services.gpu_worker.attention.row_span import RowSpan, additive_mask, attend_span, row_spans
 from services.gpu_worker.attention.sparse_decode import SparseDecode, has_sparse_products
+from services.gpu_worker.cpu_loops import loops_problem
 from services.gpu_worker.kv_cache import KvCache
 from services.gpu_worker.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from services.gpu_worker.attention.loop_decode import LoopAttention
+
+
+class Decode(Protocol):
+    """Attention of the decoding rows of a step."""
+
+    tokens: Tensor
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """See `SparseDecode.attend`."""
 
 
 class PagedCpuAttention:
     """An `AttentionBackend` for the CPU."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        """Finds out whether there are sparse products for the pool's dtype; if not, decoding rows go as others do."""
+    def __init__(self, dtype: torch.dtype, *, uses_loops: bool = True) -> None:
+        """Finds out what there is for the pool's dtype; if nothing, decoding rows go as others do.
+
+        Args:
+            dtype: of the pool.
+            uses_loops: whether compiled loops may be used, where they can.
+        """
+        self._loops = _loops() if uses_loops and dtype == torch.float32 else None
         self._decodes_sparsely = has_sparse_products(dtype)
 
     def begin_step(self, inputs: StepInputs, kv_cache: KvCache) -> PagedCpuStep:
         """See `AttentionBackend.begin_step`."""
-        return PagedCpuStep(inputs, kv_cache, self._decodes_sparsely)
+        return PagedCpuStep(inputs, kv_cache, self._loops, self._decodes_sparsely)
+
+
+def _loops() -> LoopAttention | None:
+    if loops_problem():
+        return None
+    from services.gpu_worker.attention.loop_decode import LoopAttention  # only where there is numba
+
+    return LoopAttention()
 
 
 class PagedCpuStep:
     """A `StepAttention`. What layers with the same window share is laid out at the first of them."""
 
-    def __init__(self, inputs: StepInputs, kv_cache: KvCache, decodes_sparsely: bool) -> None:
-        """Keeps the step's inputs and the pool."""
+    def __init__(
+        self, inputs: StepInputs, kv_cache: KvCache, loops: LoopAttention | None, decodes_sparsely: bool
+    ) -> None:
+        """Keeps the step's inputs, the pool, and what is there for decoding rows."""
         self._inputs = inputs
         self._kv_cache = kv_cache
-        self._decodes_sparsely = decodes_sparsely
+        self._loops = loops
+        self._decoding_loops = loops if loops is not None and loops.fits(kv_cache.shape.head_dim) else None
+        self._decodes_in_place = decodes_sparsely or self._decoding_loops is not None
         self._longest = max(inputs.context_lengths)
         self._layouts: dict[int | None, _Layout] = {}
 
@@ -48,7 +81,9 @@ class PagedCpuStep:
 
     def write_rotated(self, layer: int, heads: Tensor, values: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """See `StepAttention.write_rotated`."""
-        return rotate_then_write(self, layer, heads, values, cos_sin)
+        if self._loops is None:
+            return rotate_then_write(self, layer, heads, values, cos_sin)
+        return self._loops.rotate_and_write(layer, heads, values, cos_sin, self._inputs.slot_mapping, self._kv_cache)
 
     def attend(self, layer: int, queries: Tensor, window: int | None) -> Tensor:
         """See `StepAttention.attend`."""
@@ -75,13 +110,17 @@ class PagedCpuStep:
         decoding: list[RowSpan] = []
         contexts: list[_Context] = []
         for span in row_spans(self._inputs, window):
-            if span.num_new == 1 and self._decodes_sparsely:
+            if span.num_new == 1 and self._decodes_in_place:
                 decoding.append(span)
                 continue
             mask = additive_mask(span, window, self._kv_cache.shape.dtype, self._inputs.positions.device)
             contexts.append(_Context(span, mask, self._slots(span)))
-        decode = SparseDecode(self._inputs, decoding, num_heads, self._kv_cache) if decoding else None
-        return _Layout(decode, contexts)
+        return _Layout(self._decode(decoding, num_heads) if decoding else None, contexts)
+
+    def _decode(self, spans: list[RowSpan], num_heads: int) -> Decode:
+        if self._decoding_loops is not None:
+            return self._decoding_loops.decode(self._inputs, spans, self._kv_cache)
+        return SparseDecode(self._inputs, spans, num_heads, self._kv_cache)
 
     def _slots(self, span: RowSpan) -> slice | Tensor:
         """The slots of a span in order: a slice where they are neighbours, [length] int64 where they are not."""
@@ -113,5 +152,5 @@ class _Context:
 class _Layout:
     """What all layers with one window share in a step."""
 
-    decode: SparseDecode | None
+    decode: Decode | None
     contexts: list[_Context]

@@ -10,10 +10,6 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-import torch
-
-from services.gpu_worker.models.operators import Operators, PlainOperators
-
 MAX_HEAD_DIM = 256
 """The widest head that the kernels' tiles take; models with wider ones run with torch's operations."""
 
@@ -27,12 +23,3 @@ def triton_problem() -> str | None:
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         return "Triton needs Python.h to launch kernels (a package such as python3-dev has it)"
     return None
-
-
-def operators_for(device: torch.device) -> Operators:
-    """What a decoder layer does between its products: fused on a CUDA device where Triton works."""
-    if device.type != "cuda" or triton_problem():
-        return PlainOperators()
-    from services.gpu_worker.kernels.operators import FusedOperators  # only where Triton works
-
-    return FusedOperators()

@@ -2,10 +2,10 @@
 
     --numerics exact    float32: the plain product or the packed one, whichever this machine runs faster
     --numerics fast     for many rows packed bfloat16 where the processor multiplies it, else as exact; for few rows the
-                        4-bit codes where the file holds such, up to the number of rows at which that is slower
+                        codes of 4 or 8 bits where the file holds such, up to the number of rows at which that is slower
 
-One form is kept of a matrix, or two where it has 4-bit codes: as long as the second forms fit their budget. Beyond it
-any number of rows goes through the codes, which is slower for many.
+One form is kept of a matrix, or two where it has codes: as long as the second forms fit their budget. Beyond it any
+number of rows goes through the codes, which is slower for many.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from time import perf_counter
 
 import torch
 
-from services.gpu_worker.four_bit_grid import FourBitGrid
 from services.gpu_worker.models.projection import DenseProjection, Projection
-from services.gpu_worker.products.four_bit import BYTES_OF_8_WEIGHTS, FourBitProjection, fits_four_bit
+from services.gpu_worker.products.four_bit import FourBitProjection, fits_four_bit, has_four_bit_products
+from services.gpu_worker.products.grid import BYTES_OF_8_WEIGHTS, GridProjection, fits_grid_loop, has_grid_loop
 from services.gpu_worker.products.kernels import PackedProjection, has_fast_bfloat16, has_packed_float32
 from services.gpu_worker.products.two_forms import TwoForms
+from services.gpu_worker.weight_grid import WeightGrid
 
 _FORM_ROWS = (1, 16, 128)  # a decode, a batch of decodes, a chunk of a prompt
-_CROSSOVER_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_CROSSOVER_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _RUNS = 3
 
 Shape = tuple[int, ...]
@@ -48,38 +49,38 @@ class CpuForms:
         self._most_few_rows: dict[Shape, int] = {}
         self._counts: Counter[str] = Counter()
 
-    @property
-    def reads_grids(self) -> bool:
-        """See `Forms.reads_grids`."""
-        return not self._is_exact
+    def reads_grid(self, num_bits: int) -> bool:
+        """See `Forms.reads_grid`."""
+        return not self._is_exact and (has_grid_loop() or (num_bits == 4 and has_four_bit_products()))
 
     @property
     def description(self) -> str:
         """What was done, in a few words."""
         return ", ".join(f"{count} matrices {name}" for name, count in self._counts.most_common())
 
-    def expect(self, num_weights: int, has_grid: bool) -> int:
+    def expect(self, num_weights: int, grid_bits: int | None) -> int:
         """See `Forms.expect`; a matrix with codes is taken to have its second form while these fit."""
         many = num_weights * (2 if self._uses_bfloat16 else 4)
-        if not has_grid:
+        if grid_bits is None:
             return many
-        codes = num_weights * BYTES_OF_8_WEIGHTS // 8
+        codes = int(num_weights * BYTES_OF_8_WEIGHTS[grid_bits] / 8)
         if many > self._copy_bytes_left:
             return codes
         self._copy_bytes_left -= many
         return codes + many
 
-    def lay_out(self, dense: DenseProjection, grid: FourBitGrid | None) -> Projection:
+    def lay_out(self, dense: DenseProjection, grid: WeightGrid | None) -> Projection:
         """See `Forms.lay_out`."""
         self._pump()
         projection, name = self._with_codes(dense, grid) if grid is not None else self._for_many_rows(dense)
         self._counts[name] += 1
         return projection
 
-    def _with_codes(self, dense: DenseProjection, grid: FourBitGrid) -> tuple[Projection, str]:
-        if not fits_four_bit(grid):
+    def _with_codes(self, dense: DenseProjection, grid: WeightGrid) -> tuple[Projection, str]:
+        few = _by_codes(grid, dense)
+        if few is None:
             return self._for_many_rows(dense)
-        few = FourBitProjection(grid, dense.bias)
+        codes = f"in {grid.num_bits} bits"
         many, name = self._for_many_rows(dense)
         shape = tuple(dense.weight.shape)
         if shape not in self._most_few_rows:
@@ -87,10 +88,10 @@ class CpuForms:
         most_few_rows = self._most_few_rows[shape]
         if most_few_rows == 0:
             return many, name
-        if many.num_bytes > self._copy_bytes_left:
-            return few, "in 4 bits"
+        if most_few_rows == _CROSSOVER_ROWS[-1] or many.num_bytes > self._copy_bytes_left:
+            return few, codes
         self._copy_bytes_left -= many.num_bytes
-        return TwoForms(few, many, most_few_rows), f"in 4 bits for few rows and {name} for many"
+        return TwoForms(few, many, most_few_rows), f"{codes} for few rows and {name} for many"
 
     def _for_many_rows(self, dense: DenseProjection) -> tuple[Projection, str]:
         if not has_packed_float32():
@@ -104,6 +105,13 @@ class CpuForms:
                 _seconds(dense, rows, shape[1]) for rows in _FORM_ROWS
             )
         return (packed, "packed float32") if self._packs[shape] else (dense, "plain float32")
+
+
+def _by_codes(grid: WeightGrid, dense: DenseProjection) -> Projection | None:
+    """The product with the codes, our own or torch's; None where there is none for this matrix."""
+    if fits_grid_loop(grid):
+        return GridProjection(grid, dense.bias)
+    return FourBitProjection(grid, dense.bias) if fits_four_bit(grid) else None
 
 
 def crossover(few: Projection, many: Projection, width: int) -> int:

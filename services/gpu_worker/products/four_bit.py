@@ -11,18 +11,16 @@ import functools
 import torch
 from torch import Tensor
 
-from services.gpu_worker.four_bit_grid import GROUP, FourBitGrid
+from services.gpu_worker.weight_grid import GROUP, WeightGrid
 
 _ROWS_MULTIPLE = 16  # of a matrix, as the operator wants it
 _INNER_TILES = 1  # a number that the operator takes and does not use on a CPU
 _MIDDLE_CODE = 8
 
-BYTES_OF_8_WEIGHTS = 5  # 4 for their codes, and for 32 weights a scale and a middle of 2 each
 
-
-def fits_four_bit(grid: FourBitGrid) -> bool:
+def fits_four_bit(grid: WeightGrid) -> bool:
     """Whether the operator can take the matrix."""
-    return grid.codes.shape[0] % _ROWS_MULTIPLE == 0 and has_four_bit_products()
+    return grid.num_bits == 4 and grid.codes.shape[0] % _ROWS_MULTIPLE == 0 and has_four_bit_products()
 
 
 @functools.cache
@@ -31,7 +29,7 @@ def has_four_bit_products() -> bool:
     codes = torch.zeros(_ROWS_MULTIPLE, GROUP, dtype=torch.uint8)
     scales = torch.zeros(_ROWS_MULTIPLE, 1)
     try:
-        FourBitProjection(FourBitGrid(codes, scales, scales), None)(torch.zeros(1, GROUP))
+        FourBitProjection(WeightGrid(codes, scales, scales), None)(torch.zeros(1, GROUP))
     except (AttributeError, RuntimeError):  # torch does not know its name, or has no kernel behind it
         return False
     return True
@@ -45,7 +43,7 @@ class FourBitProjection:
         bias: [out_features] float32 or None.
     """
 
-    def __init__(self, grid: FourBitGrid, bias: Tensor | None) -> None:
+    def __init__(self, grid: WeightGrid, bias: Tensor | None) -> None:
         self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(grid.codes.to(torch.int32), _INNER_TILES)
         middles = grid.minimums + _MIDDLE_CODE * grid.scales
         pairs = torch.stack((grid.scales, middles), dim=-1)  # [out_features, num_groups, 2]

@@ -15,8 +15,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from services.gpu_worker.four_bit_grid import FourBitGrid, has_grid, read_grid
 from services.gpu_worker.quantization import BlockFormat, block_format
+from services.gpu_worker.weight_grid import WeightGrid, grid_bits, read_grid
 from services.gpu_worker.weight_sources.source import LoadMeter, StoredTensor
 from services.model_files.errors import ModelFileError
 from services.model_files.gguf_metadata import GgufHeader, TensorEntry
@@ -81,14 +81,14 @@ class GgufFile:
             block = self._decode(tensor, layout, start * row_length, part.numel(), meter).view(part.shape)
             meter.place(_deinterleave(block, head_dim) if head_dim else block, part)
 
-    def has_grid(self, name: str) -> bool:
-        """See `WeightSource.has_grid`."""
-        return has_grid(self._formats[name].name) and len(self.tensors[name].shape) == 2
+    def grid_bits(self, name: str) -> int | None:
+        """See `WeightSource.grid_bits`."""
+        return grid_bits(self._formats[name].name) if len(self.tensors[name].shape) == 2 else None
 
-    def load_grid(self, name: str, target: Tensor, meter: LoadMeter) -> FourBitGrid | None:
+    def load_grid(self, name: str, target: Tensor, meter: LoadMeter) -> WeightGrid | None:
         """See `WeightSource.load_grid`."""
         tensor, layout = self.tensors[name], self._formats[name]
-        if not self.has_grid(name):
+        if self.grid_bits(name) is None:
             return None
         raw = torch.empty(tensor.num_bytes, dtype=torch.uint8)
         meter.read(tensor, 0, raw)

@@ -17,7 +17,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from services.gpu_worker.four_bit_grid import FourBitGrid
+from services.gpu_worker.weight_grid import WeightGrid
 from services.gpu_worker.weight_sources.source import BLOCK_BYTES, LoadMeter, StoredTensor
 from services.model_files.errors import ModelFileError
 from services.model_files.source import read_json_object
@@ -66,11 +66,11 @@ class SafetensorsFiles:
             meter.read(tensor, start * dtype.itemsize, block.view(torch.uint8))
             meter.place(block, part)
 
-    def has_grid(self, name: str) -> bool:
-        """See `WeightSource.has_grid`: these files hold plain numbers."""
-        return False
+    def grid_bits(self, name: str) -> int | None:
+        """See `WeightSource.grid_bits`: these files hold plain numbers."""
+        return None
 
-    def load_grid(self, name: str, target: Tensor, meter: LoadMeter) -> FourBitGrid | None:
+    def load_grid(self, name: str, target: Tensor, meter: LoadMeter) -> WeightGrid | None:
         """See `WeightSource.load_grid`: these files hold plain numbers."""
         return None
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.gpu_worker.four_bit_grid import FourBitGrid
+from services.gpu_worker.weight_grid import WeightGrid
 from services.model_files.errors import ModelFileError
 
 # Largest piece that is read at once; also what a progress bar moves by.
@@ -116,11 +116,11 @@ class WeightSource(Protocol):
             ModelFileError: the file ends too early or cannot be read.
         """
 
-    def has_grid(self, name: str) -> bool:
-        """Whether the file holds a matrix on a 4-bit grid."""
+    def grid_bits(self, name: str) -> int | None:
+        """Bits of a code, of a matrix that the file holds on a grid; None: of no other tensor."""
 
-    def load_grid(self, name: str, target: Tensor, meter: LoadMeter) -> FourBitGrid | None:
-        """As `load`, of a matrix in float32 on the CPU that the file holds on a 4-bit grid; returns the grid.
+    def load_grid(self, name: str, target: Tensor, meter: LoadMeter) -> WeightGrid | None:
+        """As `load`, of a matrix in float32 on the CPU that the file holds on a grid; returns the grid.
 
         Where the file does not hold it so, nothing is read and None is returned.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -11,24 +12,24 @@ import torch
 from gguf import quants
 from torch import Tensor
 
-from services.gpu_worker.four_bit_grid import GROUP, FourBitGrid, has_grid, read_grid, stacked
 from services.gpu_worker.models.projection import DenseProjection
 from services.gpu_worker.products.forms import CpuForms, crossover
 from services.gpu_worker.products.four_bit import FourBitProjection, fits_four_bit, has_four_bit_products
 from services.gpu_worker.products.kernels import has_packed_float32
 from services.gpu_worker.products.two_forms import TwoForms
-from services.gpu_worker.weights import grid_names, laid_out_bytes, load_laid_out, load_model
+from services.gpu_worker.weight_grid import GROUP, WeightGrid, grid_bits, read_grid, stacked
+from services.gpu_worker.weights import grids_in, laid_out_bytes, load_laid_out, load_model
 from services.model_files.source import open_model
 from tests.unit.gpu_worker.step_bench import CPU
 
-FORMATS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q4_K": (256, 144)}
+FORMATS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q4_K": (256, 144), "Q8_0": (32, 34)}
 
 
 def random_blocks(name: str, num_blocks: int, seed: int) -> np.ndarray:
     """Blocks of any codes and scales; the half precision numbers at their beginning are finite."""
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (num_blocks, FORMATS[name][1]), dtype=np.uint8)
-    num_halves = 1 if name == "Q4_0" else 2
+    num_halves = 1 if name in ("Q4_0", "Q8_0") else 2
     blocks[:, : 2 * num_halves] = generator.normal(size=(num_blocks, num_halves)).astype(np.float16).view(np.uint8)
     return blocks
 
@@ -41,29 +42,30 @@ def test_a_grid_has_the_values_that_the_gguf_package_decodes(name: str, seed: in
     grid = read_grid(name, torch.from_numpy(blocks).flatten(), 4 * FORMATS[name][0])
     assert grid.codes.shape == (3, 4 * FORMATS[name][0])
     assert grid.scales.shape == grid.minimums.shape == (3, 4 * FORMATS[name][0] // GROUP)
-    assert int(grid.codes.max()) <= 15
+    assert int(grid.codes.max()) < 2**grid.num_bits == 2 ** (8 if name == "Q8_0" else 4)
     np.testing.assert_allclose(grid.values().flatten().numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_other_formats_are_no_grids() -> None:
-    assert [name for name in ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q6_K", "Q8_0", "F16", "IQ4_NL") if has_grid(name)] == [
-        "Q4_0", "Q4_1", "Q4_K"
-    ]  # fmt: skip
+    names = ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q6_K", "Q8_0", "F16", "IQ4_NL")
+    assert [grid_bits(name) for name in names] == [4, 4, 4, None, None, 8, None, None]
 
 
-def random_grid(num_rows: int, num_columns: int, seed: int = 0) -> FourBitGrid:
+def random_grid(num_rows: int, num_columns: int, seed: int = 0) -> WeightGrid:
     generator = torch.Generator().manual_seed(seed)
     groups = (num_rows, num_columns // GROUP)
     codes = torch.randint(0, 16, (num_rows, num_columns), generator=generator, dtype=torch.uint8)
     scales = torch.randn(groups, generator=generator) / 64
-    return FourBitGrid(codes, scales, torch.randn(groups, generator=generator) / 8)
+    return WeightGrid(codes, scales, torch.randn(groups, generator=generator) / 8)
 
 
 def test_rows_are_stacked_and_put_in_another_order() -> None:
     first, second = random_grid(16, 64, 1), random_grid(32, 64, 2)
     both = stacked([first, second])
+    assert both is not None
     assert torch.equal(both.values(), torch.cat((first.values(), second.values())))
     assert torch.equal(first.map_rows(lambda rows: rows.flip(0)).values(), first.values().flip(0))
+    assert stacked([first, replace(second, num_bits=8)]) is None
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 33])
@@ -74,7 +76,7 @@ def test_a_product_with_codes_rounds_inputs_scales_and_results_and_nothing_else(
     x = torch.randn(rows, 96, generator=generator)
     product = FourBitProjection(grid, bias)(x)
     middles = (grid.minimums + 8 * grid.scales).bfloat16().float()
-    rounded = FourBitGrid(grid.codes, grid.scales.bfloat16().float(), middles - 8 * grid.scales.bfloat16().float())
+    rounded = WeightGrid(grid.codes, grid.scales.bfloat16().float(), middles - 8 * grid.scales.bfloat16().float())
     expected = DenseProjection(rounded.values(), bias)(x.bfloat16().float())
     assert product.dtype == torch.float32
     torch.testing.assert_close(product, expected, rtol=2**-6, atol=2**-6)
@@ -99,6 +101,7 @@ def test_a_build_without_the_operators_keeps_matrices_plain(monkeypatch: pytest.
     with monkeypatch.context() as without:
         without.setattr(torch.ops, "aten", Nothing())
         without.setattr(torch.ops, "mkldnn", Nothing())
+        without.setattr("services.gpu_worker.products.grid.has_grid_loop", lambda: False)
         grid = random_grid(32, 64)
         dense = DenseProjection(grid.values())
         assert CpuForms(is_exact=False).lay_out(dense, grid) is dense
@@ -157,8 +160,8 @@ def test_the_real_model_on_codes(smollm2_path: Path, copy_bytes: int, monkeypatc
     if not copy_bytes:
         norms = 2 * plain.config.hidden_size * 4 * plain.config.num_layers
         assert model.weights.num_bytes - outside == codes_bytes + norms
-    on_grid = grid_names(open_model(smollm2_path))
-    expected_bytes = laid_out_bytes(model.config, CpuForms(is_exact=False, copy_bytes=copy_bytes), on_grid)
+    grids = grids_in(open_model(smollm2_path))
+    expected_bytes = laid_out_bytes(model.config, CpuForms(is_exact=False, copy_bytes=copy_bytes), grids)
     assert model.weights.num_bytes <= expected_bytes <= 1.05 * model.weights.num_bytes
     generator = torch.Generator().manual_seed(1)
     for mine, theirs in zip(model.weights.layers[::7], plain.weights.layers[::7], strict=True):

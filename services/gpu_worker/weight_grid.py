@@ -1,11 +1,12 @@
-"""gpu_worker: matrices whose weights lie on a grid of 16 values for each 32 neighbours of a row.
+"""gpu_worker: matrices whose weights lie on a grid of 16 or 256 values for each 32 neighbours of a row.
 
-The 4-bit formats of GGUF files are such grids: weight = code * scale + minimum. Kept as codes, a matrix takes an eighth
-of its float32 form, and a product of few rows, which waits for memory, so much less time.
+Some formats of GGUF files are such grids: weight = code * scale + minimum. Kept as codes, a matrix takes an eighth or a
+quarter of its float32 form, and a product of few rows, which waits for memory, so much less time.
 
     Q4_0    block of 32: scale f16, 16 bytes of codes; minimum = -8 * scale
     Q4_1    block of 32: scale f16, minimum f16, 16 bytes of codes
     Q4_K    block of 256: two f16 that scale 8 scales and 8 minimums of 6 bits, 4 times 32 bytes of codes
+    Q8_0    block of 32: scale f16, 32 signed codes; minimum = -128 * scale
 
 (github.com/ggml-org/ggml, docs/gguf.md and its Python package, which the tests hold this against.)
 """
@@ -23,61 +24,74 @@ GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
-class FourBitGrid:
+class WeightGrid:
     """A matrix of [num_rows, num_columns].
 
     Attributes:
-        codes: [num_rows, num_columns] uint8, 0 to 15.
+        codes: [num_rows, num_columns] uint8, below 2^num_bits.
         scales: [num_rows, num_columns / GROUP] float32.
-        minimums: likewise.
+        minimums: likewise; with 8 bits -128 times the scales.
+        num_bits: 4 or 8.
     """
 
     codes: Tensor
     scales: Tensor
     minimums: Tensor
+    num_bits: int = 4
 
     def values(self) -> Tensor:
         """The weights: [num_rows, num_columns] float32."""
         groups = self.codes.view(*self.scales.shape, GROUP).to(torch.float32)
         return torch.addcmul(self.minimums[..., None], groups, self.scales[..., None]).view(self.codes.shape)
 
-    def map_rows(self, reorder: Callable[[Tensor], Tensor]) -> FourBitGrid:
+    def map_rows(self, reorder: Callable[[Tensor], Tensor]) -> WeightGrid:
         """The same rows in another order."""
-        return FourBitGrid(reorder(self.codes), reorder(self.scales), reorder(self.minimums))
+        return WeightGrid(reorder(self.codes), reorder(self.scales), reorder(self.minimums), self.num_bits)
 
 
-def stacked(parts: Sequence[FourBitGrid]) -> FourBitGrid:
-    """The rows of several matrices of one width, one after another."""
-    return FourBitGrid(
+def stacked(parts: Sequence[WeightGrid]) -> WeightGrid | None:
+    """The rows of several matrices of one width, one after another; None where their codes are not of one size."""
+    if len({part.num_bits for part in parts}) != 1:
+        return None
+    return WeightGrid(
         torch.cat([part.codes for part in parts]),
         torch.cat([part.scales for part in parts]),
         torch.cat([part.minimums for part in parts]),
+        parts[0].num_bits,
     )
 
 
-def has_grid(format_name: str) -> bool:
-    """Whether a format of GGUF is such a grid."""
-    return format_name in _FORMATS
+def grid_bits(format_name: str) -> int | None:
+    """Bits of a code of a format of GGUF; None: it is no such grid."""
+    return _FORMATS[format_name].num_bits if format_name in _FORMATS else None
 
 
-def read_grid(format_name: str, raw: Tensor, num_columns: int) -> FourBitGrid:
+def read_grid(format_name: str, raw: Tensor, num_columns: int) -> WeightGrid:
     """Takes blocks of a GGUF file apart.
 
     Args:
-        format_name: GGUF's name of the format, one that `has_grid`.
+        format_name: GGUF's name of the format, one that is a grid.
         raw: [num_bytes] uint8 on the CPU, whole rows.
         num_columns: weights of a row, whole blocks.
 
     Returns:
         The grid. Damaged scales come out as NaN or infinity, for the caller to find.
     """
-    block_bytes, take_apart = _FORMATS[format_name]
-    codes, scales, minimums = take_apart(raw.view(-1, block_bytes))
+    layout = _FORMATS[format_name]
+    codes, scales, minimums = layout.take_apart(raw.view(-1, layout.block_bytes))
     num_groups = num_columns // GROUP
-    return FourBitGrid(codes.view(-1, num_columns), scales.view(-1, num_groups), minimums.view(-1, num_groups))
+    by_row = (codes.view(-1, num_columns), scales.view(-1, num_groups), minimums.view(-1, num_groups))
+    return WeightGrid(*by_row, layout.num_bits)
 
 
 _Parts = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    num_bits: int
+    block_bytes: int
+    take_apart: Callable[[Tensor], _Parts]
 
 
 def _q4_0(blocks: Tensor) -> _Parts:
@@ -99,6 +113,11 @@ def _q4_k(blocks: Tensor) -> _Parts:
     return codes, factors[:, :1] * scales, -(factors[:, 1:] * minimums)
 
 
+def _q8_0(blocks: Tensor) -> _Parts:
+    scales = _halves(blocks[:, :2])
+    return blocks[:, 2:] ^ 0x80, scales, -128 * scales  # the sign's bit turned over is 128 added
+
+
 def _halves(raw: Tensor) -> Tensor:
     """[num_blocks, n] float32 from [num_blocks, 2 * n] bytes."""
     return raw.contiguous().view(torch.float16).to(torch.float32)
@@ -109,8 +128,9 @@ def _nibbles(raw: Tensor) -> Tensor:
     return torch.cat((raw & 0x0F, raw >> 4), dim=1)
 
 
-_FORMATS: dict[str, tuple[int, Callable[[Tensor], _Parts]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q4_K": (144, _q4_k),
+_FORMATS = {
+    "Q4_0": _Format(4, 18, _q4_0),
+    "Q4_1": _Format(4, 20, _q4_1),
+    "Q4_K": _Format(4, 144, _q4_k),
+    "Q8_0": _Format(8, 34, _q8_0),
 }

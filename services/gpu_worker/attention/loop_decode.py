@@ -1,0 +1,105 @@
+"""gpu_worker: decode attention in one compiled loop (see `cpu_loops.attention_loop`), heads turned and stored in one.
+
+They compute what `sparse_decode` and `rotate_then_write` do. A step is not laid out first: the page table is read as it
+is, so that beside the keys and values themselves next to nothing is read.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.gpu_worker.attention.row_span import RowSpan
+from services.gpu_worker.cpu_loops.attention_loop import DECODE_ATTENTION
+from services.gpu_worker.cpu_loops.head_vectors import LANES
+from services.gpu_worker.cpu_loops.layer_loops import ROTATE_AND_WRITE
+from services.gpu_worker.cpu_loops.team import TEAM, Team
+from services.gpu_worker.kv_cache import KvCache
+from services.gpu_worker.step_inputs import StepInputs
+
+_LARGE = 32768  # numbers from which on a loop is shared between threads: some ten microseconds of one
+
+
+class LoopAttention:
+    """What runs the loops."""
+
+    def __init__(self) -> None:
+        assert TEAM is not None
+        self._team = TEAM
+
+    def fits(self, head_dim: int) -> bool:
+        """Whether the loop for attention takes heads of this width."""
+        return head_dim % LANES == 0
+
+    def decode(self, inputs: StepInputs, spans: Sequence[RowSpan], kv_cache: KvCache) -> LoopDecode:
+        """Prepares attention of rows with one new token each; see `LoopDecode`."""
+        return LoopDecode(self._team, inputs, spans, kv_cache)
+
+    def rotate_and_write(
+        self,
+        layer: int,
+        heads: Tensor,
+        values: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        slots: Tensor,
+        kv_cache: KvCache,
+    ) -> Tensor:
+        """See `StepAttention.write_rotated`; heads are turned in place, and the queries are a view of them.
+
+        Args:
+            layer: whose pool to write to.
+            heads: float32; those of a token lie side by side, as its `values` do.
+            values: likewise.
+            cos_sin: see `rotary_cos_sin`.
+            slots: [num_tokens] int64.
+            kv_cache: the pool.
+        """
+        num_kv_heads, dim = values.shape[1:]
+        num_heads = heads.shape[1] - num_kv_heads
+        cos, sin = cos_sin
+        numbers = (
+            heads.data_ptr(), heads.stride(0), values.data_ptr(), values.stride(0), cos.data_ptr(), sin.data_ptr(),
+            slots.data_ptr(), kv_cache.keys[layer].data_ptr(), kv_cache.values[layer].data_ptr(), len(slots),
+            num_heads, num_kv_heads, dim,
+        )  # fmt: skip
+        self._team.run(ROTATE_AND_WRITE, array("q", numbers), heads.numel() >= _LARGE)
+        return heads[:, :num_heads]
+
+
+class LoopDecode:
+    """The decoding rows of one step under one window; built once, used by every layer that has this window.
+
+    Attributes:
+        tokens: [number of spans] int64, their places among the new tokens of the step.
+    """
+
+    def __init__(self, team: Team, inputs: StepInputs, spans: Sequence[RowSpan], kv_cache: KvCache) -> None:
+        """Keeps where each row begins and ends. `spans`: rows with one new token each."""
+        self._team = team
+        self._shape = kv_cache.shape
+        self.tokens = torch.tensor([span.tokens.start for span in spans])
+        self._firsts = torch.tensor([span.first for span in spans])
+        self._ends = torch.tensor([span.end for span in spans])
+        is_whole = len(spans) == inputs.num_rows
+        rows = [span.row for span in spans]
+        self._pages = inputs.page_table.contiguous() if is_whole else inputs.page_table[rows]
+        self._longest = max(span.length for span in spans)
+        self._total = sum(span.length for span in spans)
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """See `SparseDecode.attend`; queries may be a view of heads that lie side by side."""
+        num_heads, dim = queries.shape[1:]
+        out = torch.empty(len(self.tokens), num_heads, dim)
+        num_kv_heads = self._shape.num_kv_heads
+        num_scores = torch.get_num_threads() * (num_heads // num_kv_heads) * self._longest
+        numbers = (
+            queries.data_ptr(), queries.stride(0), self.tokens.data_ptr(), self._pages.data_ptr(),
+            self._pages.shape[1], self._firsts.data_ptr(), self._ends.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            out.data_ptr(), self._team.scratch(4 * num_scores), self._longest, len(self.tokens), num_heads,
+            num_kv_heads, dim, self._shape.page_size,
+        )  # fmt: skip
+        self._team.run(DECODE_ATTENTION, array("q", numbers), self._total * num_heads * dim >= _LARGE)
+        return out

@@ -1,0 +1,87 @@
+"""gpu_worker: norms, gates and rotated heads as loops; see `operators.py` for what they are for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from services.gpu_worker.cpu_loops.jit import Floats, compiled, exponential, floats, int64s, integers, loop, share
+
+
+@compiled
+def _norm_row(x: Floats, weight: Floats, out: Floats, width: int, eps: np.float32) -> None:
+    squares = np.float32(0)
+    for i in range(width):
+        squares += x[i] * x[i]
+    factor = np.float32(1) / np.sqrt(squares / np.float32(width) + eps)
+    for i in range(width):
+        out[i] = x[i] * factor * weight[i]
+
+
+@loop
+def NORM(pointer: Any) -> None:  # noqa: N802
+    """Computes out [rows, inner, width] = norm of x [rows, inner, width], whose rows may lie apart."""
+    x, stride, weight, out, rows, inner, width, eps = integers(pointer, 8)
+    first, end = share(rows * inner)
+    gain, epsilon = floats(weight, width), floats(eps, 1)[0]
+    for i in range(first, end):
+        source = floats(x + 4 * (i // inner * stride + i % inner * width), width)
+        _norm_row(source, gain, floats(out + 4 * i * width, width), width, epsilon)
+
+
+@loop
+def ADD_NORM(pointer: Any) -> None:  # noqa: N802
+    """Adds addend to hidden [rows, width] in place, and computes out, its norm."""
+    hidden, addend, weight, out, rows, width, eps = integers(pointer, 7)
+    first, end = share(rows)
+    gain, epsilon = floats(weight, width), floats(eps, 1)[0]
+    for i in range(first, end):
+        total, added = floats(hidden + 4 * i * width, width), floats(addend + 4 * i * width, width)
+        for k in range(width):
+            total[k] += added[k]
+        _norm_row(total, gain, floats(out + 4 * i * width, width), width, epsilon)
+
+
+@loop
+def GATED(pointer: Any) -> None:  # noqa: N802
+    """Computes out [rows, width] = silu(gate) * up of gate_up [rows, 2 * width]."""
+    gate_up, out, rows, width = integers(pointer, 4)
+    first, end = share(rows)
+    for i in range(first, end):
+        gate, up = floats(gate_up + 8 * i * width, width), floats(gate_up + 8 * i * width + 4 * width, width)
+        result = floats(out + 4 * i * width, width)
+        for k in range(width):
+            result[k] = gate[k] / (np.float32(1) + exponential(min(-gate[k], np.float32(87)))) * up[k]
+
+
+@loop
+def ROTATE_AND_WRITE(pointer: Any) -> None:  # noqa: N802
+    """Turns heads [rows, heads, dim] in place; stores the last kv_heads of them, and values, at each row's slot."""
+    (
+        heads, heads_stride, values, values_stride, cos, sin, slots, keys_pool, values_pool, rows, num_heads,
+        num_kv_heads, dim,
+    ) = integers(pointer, 13)  # fmt: skip
+    first, end = share(rows)
+    half = dim // 2
+    places = int64s(slots, rows)
+    for i in range(first, end):
+        cosine, sine = floats(cos + 4 * i * dim, dim), floats(sin + 4 * i * dim, dim)
+        for head in range(num_heads + num_kv_heads):
+            low = floats(heads + 4 * (i * heads_stride + head * dim), half)
+            high = floats(heads + 4 * (i * heads_stride + head * dim + half), half)
+            for k in range(half):
+                a, b = low[k], high[k]
+                low[k] = a * cosine[k] + b * sine[k]
+                high[k] = b * cosine[half + k] + a * sine[half + k]
+        width = num_kv_heads * dim
+        slot = 4 * places[i] * width
+        turned = floats(heads + 4 * (i * heads_stride + num_heads * dim), width)
+        given = floats(values + 4 * i * values_stride, width)
+        key, value = (
+            floats(keys_pool + slot, width),
+            floats(values_pool + slot, width),
+        )
+        for k in range(width):
+            key[k] = turned[k]
+            value[k] = given[k]

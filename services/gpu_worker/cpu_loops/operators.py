@@ -1,0 +1,62 @@
+"""gpu_worker: what a decoder layer does between its products, each in one compiled loop."""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+from torch import Tensor
+
+from services.gpu_worker.cpu_loops.layer_loops import ADD_NORM, GATED, NORM
+from services.gpu_worker.cpu_loops.team import TEAM
+from services.gpu_worker.models.operators import PlainOperators
+
+_LARGE = 32768  # numbers from which on a loop is shared between threads: some ten microseconds of one
+
+
+class LoopOperators:
+    """The `Operators` for a CPU in float32; other dtypes go the plain way."""
+
+    def __init__(self) -> None:
+        assert TEAM is not None
+        self._team = TEAM
+        self._plain = PlainOperators()
+        self._eps: dict[float, Tensor] = {}
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Operators.norm`."""
+        if x.dtype != torch.float32 or x.dim() not in (2, 3) or x.stride()[1:] != x[0].contiguous().stride():
+            return self._plain.norm(x, weight, eps)
+        rows, inner, width = x.shape[0], 1 if x.dim() == 2 else x.shape[1], x.shape[-1]
+        out = torch.empty(x.shape)
+        numbers = (x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), rows, inner, width, self._at(eps))
+        self._team.run(NORM, array("q", numbers), x.numel() >= _LARGE)
+        return out
+
+    def add_norm(self, hidden: Tensor, addend: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `Operators.add_norm`; the sum takes the place of `hidden`."""
+        if hidden.dtype != torch.float32 or not (hidden.is_contiguous() and addend.is_contiguous()):
+            return self._plain.add_norm(hidden, addend, weight, eps)
+        out = torch.empty(hidden.shape)
+        rows, width = hidden.shape
+        numbers = (
+            hidden.data_ptr(), addend.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, self._at(eps),
+        )  # fmt: skip
+        self._team.run(ADD_NORM, array("q", numbers), hidden.numel() >= _LARGE)
+        return hidden, out
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """See `Operators.gated`."""
+        if gate_up.dtype != torch.float32 or not gate_up.is_contiguous():
+            return self._plain.gated(gate_up)
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(rows, width)
+        numbers = (gate_up.data_ptr(), out.data_ptr(), rows, width)
+        self._team.run(GATED, array("q", numbers), gate_up.numel() >= _LARGE)
+        return out
+
+    def _at(self, eps: float) -> int:
+        """Where a loop finds the number in float32."""
+        if eps not in self._eps:
+            self._eps[eps] = torch.tensor([eps])
+        return self._eps[eps].data_ptr()

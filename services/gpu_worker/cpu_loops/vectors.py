@@ -1,0 +1,37 @@
+"""gpu_worker: words of LLVM's vector language that the hand-made loops share."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
+
+
+def load(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int = 1) -> ir.Value:
+    """What lies at an address (int64)."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int = 1) -> None:
+    """Puts it there."""
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def element(builder: ir.IRBuilder, start: ir.Value, index: ir.Value, size: int) -> ir.Value:
+    """The address of the element at `index` of an array whose elements take `size` bytes."""
+    return builder.add(start, builder.mul(index, I64(size)))
+
+
+def splat(builder: ir.IRBuilder, number: ir.Value, kind: ir.VectorType) -> ir.Value:
+    """A vector of one number."""
+    nothing = ir.Constant(kind, ir.Undefined)
+    first = builder.insert_element(nothing, number, I32(0))
+    return builder.shuffle_vector(first, nothing, ir.VectorType(I32, kind.count)([0] * kind.count))
+
+
+def call(builder: ir.IRBuilder, name: str, kind: ir.Type, values: list[ir.Value]) -> ir.Value:
+    """One of LLVM's own functions."""
+    function_type = ir.FunctionType(kind, [value.type for value in values])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), values)

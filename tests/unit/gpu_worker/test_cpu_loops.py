@@ -1,0 +1,226 @@
+"""Compiled loops against the plain torch way that each stands beside; products with codes against a naive sum."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from services.gpu_worker.attention.backend import StepAttention
+from services.gpu_worker.attention.paged_cpu import PagedCpuAttention
+from services.gpu_worker.cpu_loops import loops_problem
+from services.gpu_worker.fused_operators import operators_for
+from services.gpu_worker.kv_cache import KvCache, KvCacheShape
+from services.gpu_worker.models.operators import PlainOperators
+from services.gpu_worker.models.rotary import rotary_cos_sin
+from services.gpu_worker.products.grid import GridProjection, fits_grid_loop, has_grid_loop
+from services.gpu_worker.step_inputs import StepRow, build_step_inputs
+from services.gpu_worker.weight_grid import GROUP, WeightGrid
+
+CPU = torch.device("cpu")
+EPS = 1e-5
+LARGEST = 127.0 * 128
+needs_loops = pytest.mark.skipif(bool(loops_problem()), reason=str(loops_problem()))
+needs_products = pytest.mark.skipif(not has_grid_loop(), reason="this processor has no instructions for the loop")
+rows_of_steps = st.sampled_from([1, 2, 3, 7, 16, 33, 130])
+seeds = st.integers(0, 2**31)
+
+
+def random(seed: int, *size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+@needs_loops
+@settings(max_examples=60, deadline=None)
+@given(rows=rows_of_steps, width=st.sampled_from([1, 8, 33, 576]), seed=seeds, has_heads=st.booleans())
+def test_norms_are_the_plain_ones(rows: int, width: int, seed: int, has_heads: bool) -> None:
+    loops, plain = operators_for(CPU), PlainOperators()
+    weight = random(seed, width)
+    x = random(seed + 1, rows, 5, width)[:, :3] if has_heads else random(seed + 1, rows, width)
+    torch.testing.assert_close(loops.norm(x, weight, EPS), plain.norm(x, weight, EPS), rtol=1e-5, atol=1e-5)
+
+
+@needs_loops
+@settings(max_examples=60, deadline=None)
+@given(rows=rows_of_steps, width=st.sampled_from([1, 8, 33, 576]), seed=seeds)
+def test_a_sum_and_its_norm_are_the_plain_ones(rows: int, width: int, seed: int) -> None:
+    hidden, addend, weight = random(seed, rows, width), random(seed + 1, rows, width), random(seed + 2, width)
+    expected = PlainOperators().add_norm(hidden, addend, weight, EPS)
+    computed = operators_for(CPU).add_norm(hidden, addend, weight, EPS)
+    assert torch.equal(computed[0], expected[0])
+    torch.testing.assert_close(computed[1], expected[1], rtol=1e-5, atol=1e-5)
+
+
+@needs_loops
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=rows_of_steps, width=st.sampled_from([1, 8, 33, 1536]), seed=seeds, spread=st.sampled_from([0.1, 4.0, 60.0])
+)
+def test_gates_are_the_plain_ones(rows: int, width: int, seed: int, spread: float) -> None:
+    gate_up = random(seed, rows, 2 * width) * spread
+    torch.testing.assert_close(
+        operators_for(CPU).gated(gate_up), PlainOperators().gated(gate_up.clone()), rtol=1e-5, atol=1e-6
+    )
+
+
+@needs_loops
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_smp_02_what_is_not_finite_stays_so_and_in_its_row(broken: float) -> None:
+    loops = operators_for(CPU)
+    x, weight = random(1, 3, 64), random(2, 64)
+    x[1, 7] = broken
+    for result in (loops.norm(x, weight, EPS), loops.add_norm(x.clone(), random(3, 3, 64), weight, EPS)[1]):
+        assert not result[1].isfinite().all()
+        assert result[[0, 2]].isfinite().all()
+    gated = loops.gated(x)
+    assert torch.equal(gated.isfinite(), PlainOperators().gated(x.clone()).isfinite())
+
+
+@needs_loops
+def test_exponentials_are_right_to_two_units_of_the_last_place() -> None:
+    x = torch.linspace(-86, 86, 400_001)
+    # silu(-x) * (1 + exp(x)) / -x: the gate is the way to the loop's exponential.
+    gate_up = torch.stack((-x, torch.ones_like(x)))[:, x != 0]
+    gated = operators_for(CPU).gated(gate_up.flatten()[None])[0].double()
+    exact = -gate_up[0].neg().double() / (1 + gate_up[0].neg().double().exp())
+    assert float(((gated - exact) / exact).abs().max()) < 4e-7
+
+
+def rotated(
+    uses_loops: bool, rows: int, heads: tuple[int, int, int], qkv: Tensor
+) -> tuple[Tensor, KvCache, StepAttention]:
+    num_heads, num_kv_heads, dim = heads
+    pool = KvCache(KvCacheShape(2, num_kv_heads, dim, 4, torch.float32), 2 * rows, CPU)
+    step_rows = [StepRow([1], 5 + row % 3, [rows + row, row], samples=True) for row in range(rows)]
+    inputs = build_step_inputs(step_rows, 4, CPU)
+    step = PagedCpuAttention(torch.float32, uses_loops=uses_loops).begin_step(inputs, pool)
+    frequencies = 1.0 / 10000.0 ** (torch.arange(0, dim, 2) / dim)
+    cos_sin = rotary_cos_sin(frequencies, 1.5, inputs.positions, torch.float32)
+    split = num_heads + num_kv_heads
+    return step.write_rotated(1, qkv[:, :split], qkv[:, split:], cos_sin), pool, step
+
+
+@needs_loops
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.sampled_from([1, 2, 7, 40]),
+    heads=st.sampled_from([(1, 1, 2), (4, 2, 8), (9, 3, 64), (6, 1, 80)]),
+    seed=seeds,
+)
+def test_heads_are_turned_and_stored_as_the_plain_way_does(rows: int, heads: tuple[int, int, int], seed: int) -> None:
+    qkv = random(seed, rows, heads[0] + 2 * heads[1], heads[2])
+    expected, expected_pool, _ = rotated(False, rows, heads, qkv.clone())
+    computed, pool, _ = rotated(True, rows, heads, qkv.clone())
+    torch.testing.assert_close(computed, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(pool.keys, expected_pool.keys, rtol=1e-6, atol=1e-6)
+    assert torch.equal(pool.values, expected_pool.values)
+
+
+def random_grid(num_bits: int, num_rows: int, num_columns: int, seed: int) -> WeightGrid:
+    generator = torch.Generator().manual_seed(seed)
+    groups = (num_rows, num_columns // GROUP)
+    codes = torch.randint(0, 2**num_bits, (num_rows, num_columns), generator=generator, dtype=torch.uint8)
+    scales, minimums = ((torch.randn(groups, generator=generator) / 8).half().float() for _ in range(2))
+    return WeightGrid(codes, scales, minimums if num_bits == 4 else -128 * scales, num_bits)
+
+
+def naive_product(x: Tensor, grid: WeightGrid) -> Tensor:
+    """Inputs rounded to 15 bits, group by group; then a plain sum in float64."""
+    groups = x.view(len(x), -1, GROUP)
+    largest = groups.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest > 0, LARGEST / largest, 0.0)
+    rounded = (groups * inverse).round().double() * (largest / LARGEST).double()
+    return rounded.view(x.shape) @ grid.values().double().T
+
+
+@needs_products
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.sampled_from([1, 2, 3, 4, 5, 7, 16, 33]),
+    columns=st.sampled_from([32, 96, 576]),
+    out=st.sampled_from([16, 48, 320]),
+    num_bits=st.sampled_from([4, 8]),
+    spread=st.sampled_from([1e-6, 1.0, 1e4]),
+    seed=seeds,
+)
+def test_a_product_with_codes_rounds_inputs_and_nothing_else(
+    rows: int, columns: int, out: int, num_bits: int, spread: float, seed: int
+) -> None:
+    grid, x = random_grid(num_bits, out, columns, seed), spread * random(seed + 1, rows, columns)
+    x[0, :GROUP] = 0
+    bias = spread * random(seed + 2, out)
+    assert fits_grid_loop(grid)
+    expected = naive_product(x, grid) + bias
+    allowed = 1e-5 * spread * columns
+    torch.testing.assert_close(GridProjection(grid, bias)(x).double(), expected, rtol=1e-5, atol=allowed)
+
+
+@needs_products
+@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_smp_02_a_broken_input_breaks_its_own_row_only(num_bits: int, broken: float) -> None:
+    projection, x = GridProjection(random_grid(num_bits, 32, 64, 1), None), random(2, 6, 64)
+    clean = projection(x)
+    x[3, 40] = broken
+    computed = projection(x)
+    assert computed[3].isnan().all()
+    others = [0, 1, 2, 4, 5]
+    assert torch.equal(computed[others], clean[others])
+
+
+@needs_products
+def test_a_matrix_that_the_loop_cannot_take_is_told_from_one_that_it_can() -> None:
+    assert not fits_grid_loop(random_grid(4, 24, 32, 1))
+    large = random_grid(4, 16, 32, 1)
+    assert not fits_grid_loop(WeightGrid(large.codes, large.scales * 1e6, large.minimums))
+    assert not fits_grid_loop(WeightGrid(large.codes, large.scales * 1e-7, large.minimums))
+
+
+@needs_products
+@pytest.mark.parametrize("instructions", ["avx512vnni", "avxvnni", "avx2"])
+def test_a_tile_is_the_same_with_whatever_instructions_a_processor_has(
+    instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import llvmlite.binding
+    import numba
+
+    from services.gpu_worker.cpu_loops import dot_tile
+
+    if not llvmlite.binding.get_host_cpu_features().get(instructions, False):
+        pytest.skip(f"this processor has no {instructions}")
+    monkeypatch.setattr(dot_tile, "dot_instructions", lambda: instructions)
+    tile = dot_tile.dot_tile
+
+    @numba.njit  # type: ignore[untyped-decorator]
+    def run(codes: int, scales: int, inputs: int, factors: int, sums: int, out: int) -> None:
+        tile(8, 2, codes, scales, inputs, factors, sums, 3, out, 16)
+
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 256, (3, 8, 16, 4), generator=generator, dtype=torch.uint8)
+    high = torch.randint(-127, 128, (2, 3, 32), generator=generator, dtype=torch.int8)
+    low = torch.randint(-64, 65, (2, 3, 32), generator=generator, dtype=torch.int8)
+    inputs, numbers = torch.stack((high, low), dim=2), 128 * high.int() + low.int()
+    scales, factors = random(4, 3, 16).half(), random(5, 2, 3)
+    sums, out = numbers.sum(-1, dtype=torch.int32), torch.empty(2, 16)
+    run(*(tensor.data_ptr() for tensor in (codes, scales, inputs, factors, sums, out)))
+    weights = (codes.double() - 128).permute(0, 2, 1, 3).reshape(3, 16, 32)
+    dots = torch.einsum("gok,rgk->rgo", weights, numbers.double())
+    expected = (dots * factors[..., None].double() * scales[None].double()).sum(1)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_without_numba_everything_runs_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops_problem.cache_clear()
+    with monkeypatch.context() as without:
+        without.setattr(importlib.util, "find_spec", lambda name: None)
+        assert loops_problem() == "numba is not installed"
+        assert isinstance(operators_for(CPU), PlainOperators)
+        assert not has_grid_loop()
+        assert not fits_grid_loop(random_grid(4, 16, 32, 1))
+    loops_problem.cache_clear()
+    loops_problem()
