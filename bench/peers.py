@@ -1,84 +1,44 @@
 """Tokenway beside llama-server and transformers: the same prompts on the same machine, in turn (A B A B), as ratios.
 
     python -m bench.peers --llama-server DIR/bin/llama-server --gguf Q4_0.gguf Q4_1.gguf Q8_0.gguf
-        [--model smollm2:135m] [--rounds 5] [--threads 2] [--transformers] [--only NUMBER ...] [--out FILE]
+        [--model smollm2:135m] [--rounds 5] [--threads 2] [--transformers] [--only NUMBER ...] [--max-minutes 60]
+        [--out FILE]
 
 All servers answer over HTTP on this machine, each with as many threads as it is told, and llama-server with as many
-slots as there are streams. Each round runs every server once, one after the other, each with prompts that no run before
-it had; what is printed is the median of the rounds and, of the best of llama-server's files, the median of the ratios
-within a round. Prompts are random token ids; every answer must have exactly the tokens that were asked for.
-`--transformers` adds its `generate` in float32 to the workloads with a rate, as one batch after the other and without
-HTTP; it reads the demo's GGUF file too.
+slots as there are streams. Each round runs every server once, one after the other, always in the same order, each with
+prompts that no run before it had; what is printed is the median of the rounds and, of the best of llama-server's files,
+the median of the ratios within a round. Prompts are random token ids; every answer must have exactly the tokens that
+were asked for. `--transformers` adds its `generate` in float32 to the workloads with a rate, as one batch after the
+other and without HTTP; it reads the demo's GGUF file too.
+
+How long it will take is said at the start, from what two cores do with a small model, and again after each round. Each
+workload has its share of `--max-minutes`: what does not fit loses rounds, never its first.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
+import importlib.metadata
 import json
 import random
-import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from bench.own_server import OwnServer
+from bench.peer_servers import Contender, Load, llama_server, of_transformers, over_http
 from bench.provenance import provenance
-from services.launcher.bench.report import Report
-from services.launcher.bench.runner import Pace, run_sessions
-from services.launcher.bench.sessions import RequestForm
 from services.launcher.bench.summary import markdown_table
-from services.launcher.bench.workloads import Lengths, Workload
 from services.launcher.errors import CommandError
-from services.launcher.http.client import Client
-from services.launcher.http.server_address import ServerAddress
 from services.launcher.models import resolve_model
 from services.runtime.config import Settings
 
-_IDS = range(1000, 30000)
-_START_TIMEOUT_S = 120.0
 _TOKENWAY, _TRANSFORMERS = "tokenway", "transformers"
-
-Contender = Callable[["Load", int], float]
-"""Runs a workload with prompts of a seed; the figure that counts."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """One workload.
-
-    Attributes:
-        name: as printed.
-        streams: connections that are busy at a time.
-        requests: of a round.
-        shared: prompt tokens that are the same in all requests.
-        prompt: prompt tokens of each request's own.
-        output: tokens of each answer.
-        figure: which figure counts: `output_tokens_per_s` (more is better) or `ttft` (median ms, less is better).
-    """
-
-    name: str
-    streams: int
-    requests: int
-    shared: int
-    prompt: int
-    output: int
-    figure: str = "output_tokens_per_s"
-
-    @property
-    def tokens_of_a_slot(self) -> int:
-        """What one request takes of a context, with room to spare."""
-        return self.shared + self.prompt + self.output + 64
-
-    def figure_of(self, report: Report) -> float:
-        """The figure of a run."""
-        return report.ttft.median_ms if self.figure == "ttft" else report.output_tokens_per_s
-
 
 LOADS = (
     Load("1 stream, 128 + 128", 1, 2, 0, 128, 128),
@@ -88,155 +48,158 @@ LOADS = (
     Load("first token of 2,048", 1, 2, 0, 2048, 1, "ttft"),
 )
 
-
-@contextlib.contextmanager
-def llama_server(program: Path, gguf: Path, threads: int, load: Load) -> Iterator[str]:
-    """A running llama-server and its address; as many slots as streams.
-
-    Raises:
-        CommandError: it ended, or was not ready in time.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = load.streams * load.tokens_of_a_slot
-    words = ["-m", gguf, "-np", load.streams, "-t", threads, "-c", context, "--port", port, "--host", "127.0.0.1"]
-    process = subprocess.Popen([program, *map(str, words)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait_ready(process, url)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
+Figures = dict[str, list[float]]
+"""The figure of each round by contender."""
 
 
-def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while True:
-        with contextlib.suppress(CommandError, OSError):
-            Client(ServerAddress.parse(url)).first_model()
-            return
-        if process.poll() is not None:
-            raise CommandError(f"llama-server ended with status {process.returncode}")
-        if time.monotonic() > deadline:
-            raise CommandError(f"llama-server is not ready after {_START_TIMEOUT_S:.0f} s")
-        time.sleep(0.2)
+class Share:
+    """The time that one workload may take: its part of what is left to all that are still to come."""
+
+    def __init__(self, load: Load, to_come: Sequence[Load], deadline_s: float) -> None:
+        """`to_come` includes the load itself; times are those of `time.monotonic`."""
+        self._began_s = time.monotonic()
+        self._deadline_s = deadline_s
+        part = load.expected_s / sum(each.expected_s for each in to_come)
+        self._share_s = (deadline_s - self._began_s) * part
+
+    @property
+    def left_s(self) -> float:
+        """How long a run may take before all of the time is over."""
+        return self._deadline_s - time.monotonic()
+
+    def has_room(self, num_rounds: int) -> bool:
+        """Whether another round fits in after so many, when it takes as long as they did."""
+        elapsed_s = time.monotonic() - self._began_s
+        return elapsed_s + elapsed_s / num_rounds <= self._share_s
+
+    def say(self, load: Load, num_rounds: int, wanted: int) -> None:
+        """Says what the other rounds will take."""
+        each_s = (time.monotonic() - self._began_s) / num_rounds
+        left = wanted - num_rounds
+        _note(f"{load.name}: {each_s:.0f} s a round, {left} to come: about {left * each_s:.0f} s")
 
 
-def workload_of(load: Load, seed: int) -> Workload:
-    """The prompts of a round."""
-    return Workload(Lengths(load.prompt, load.output), seed, _IDS, load.shared)
-
-
-def over_http(url: str) -> Contender:
-    """A server; a run follows one request that does not count. A wrong answer is a CommandError."""
-    address = ServerAddress.parse(url)
-    form = RequestForm(Client(address).first_model(), is_chat=False)
-
-    def run(load: Load, seed: int) -> float:
-        warm_up = Workload(Lengths(16, 4), seed, _IDS).session(0)
-        asyncio.run(run_sessions(address, form, [warm_up], Pace(1)))
-        workload = workload_of(load, seed)
-        sessions = [workload.session(number) for number in range(load.requests)]
-        report = Report.of(*asyncio.run(run_sessions(address, form, sessions, Pace(load.streams))))
-        if report.failures:
-            raise CommandError(f"{load.name}: {next(iter(report.failures))}")
-        return load.figure_of(report)
-
-    return run
-
-
-def of_transformers(gguf: Path, threads: int) -> Contender:
-    """The library's own `generate` in this process."""
-    import torch
-    import transformers
-
-    torch.set_num_threads(threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-
-    def run(load: Load, seed: int) -> float:
-        workload = workload_of(load, seed)
-        began = time.perf_counter()
-        for first in range(0, load.requests, load.streams):
-            numbers = range(first, first + load.streams)
-            ids = torch.tensor([list(workload.session(number).turns[0].prompt) for number in numbers])
-            lengths = {"max_new_tokens": load.output, "min_new_tokens": load.output}
-            model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **lengths)
-        return load.requests * load.output / (time.perf_counter() - began)
-
-    return run
-
-
-def measure(load: Load, options: argparse.Namespace) -> dict[str, list[float]]:
-    """The figure of each round by name. All servers of a workload run side by side and are asked one at a time."""
-    found: dict[str, list[float]] = {}
+def measure(load: Load, share: Share, options: argparse.Namespace, generator: random.Random) -> Figures:
+    """The figures of a workload. All its servers run side by side and are asked one at a time."""
+    found: Figures = {}
     with contextlib.ExitStack() as stack:
-        flags = ["--num-threads", str(options.threads), "--max-running-requests", "64"]
-        contenders = {_TOKENWAY: over_http(stack.enter_context(OwnServer(options.model, flags)).url)}
-        for gguf in options.gguf:
-            url = stack.enter_context(llama_server(options.llama_server, gguf, options.threads, load))
-            contenders[gguf.name] = over_http(url)
-        if options.transformers and load.figure != "ttft":
-            path = resolve_model(options.model, Settings()).path
-            contenders[_TRANSFORMERS] = of_transformers(Path(path), options.threads)
-        generator = random.Random(options.seed)
+        contenders = _contenders(load, options, stack)
         for round_ in range(options.rounds):
-            order = list(contenders) if round_ % 2 == 0 else list(reversed(contenders))
-            for name in order:
-                figure = contenders[name](load, generator.getrandbits(31))
+            if round_ > 0:
+                share.say(load, round_, options.rounds)
+                if not share.has_room(round_):
+                    _note(f"{load.name}: no time for more than {round_} of {options.rounds} rounds")
+                    break
+            for name, run in contenders.items():
+                figure = run(load, generator.getrandbits(31), share.left_s)
                 found.setdefault(name, []).append(figure)
-                print(f"{load.name}, round {round_ + 1}: {name} {figure:.1f}", file=sys.stderr, flush=True)
+                _note(f"{load.name}, round {round_ + 1}: {name} {figure:.1f}")
     return found
 
 
-def best_peer(load: Load, found: dict[str, list[float]]) -> str:
+def _contenders(load: Load, options: argparse.Namespace, stack: contextlib.ExitStack) -> dict[str, Contender]:
+    flags = ["--num-threads", str(options.threads), "--max-running-requests", "64"]
+    contenders = {_TOKENWAY: over_http(stack.enter_context(OwnServer(options.model, flags)).url)}
+    for gguf in options.gguf:
+        url = stack.enter_context(llama_server(options.llama_server, gguf, options.threads, load))
+        contenders[gguf.name] = over_http(url)
+    if options.transformers and load.figure != "ttft":
+        path = resolve_model(options.model, Settings()).path
+        contenders[_TRANSFORMERS] = of_transformers(Path(path), options.threads)
+    return contenders
+
+
+def best_peer(load: Load, found: Figures) -> str:
     """Of llama-server's files the one with the best median."""
     peers = [name for name in found if name not in (_TOKENWAY, _TRANSFORMERS)]
     better = min if load.figure == "ttft" else max
     return better(peers, key=lambda name: statistics.median(found[name]))
 
 
-def summary(load: Load, found: dict[str, list[float]]) -> list[str]:
+def ratio_to(peer: str, found: Figures) -> float:
+    """The median of the ratios within a round: Tokenway's figure over a peer's."""
+    return statistics.median(ours / theirs for ours, theirs in zip(found[_TOKENWAY], found[peer], strict=True))
+
+
+def summary(load: Load, found: Figures) -> list[str]:
     """A line of the table."""
     peer = best_peer(load, found)
-    ratios = [ours / theirs for ours, theirs in zip(found[_TOKENWAY], found[peer], strict=True)]
     medians = {name: statistics.median(values) for name, values in found.items()}
     others = ", ".join(f"{name} {median:.1f}" for name, median in medians.items() if name != _TOKENWAY)
     unit = "ms to the first token" if load.figure == "ttft" else "output tok/s"
-    return [load.name, unit, f"{medians[_TOKENWAY]:.1f}", others, f"{statistics.median(ratios):.2f} ({peer})"]
+    return [load.name, unit, f"{medians[_TOKENWAY]:.1f}", others, f"{ratio_to(peer, found):.2f} ({peer})"]
+
+
+def estimate_s(loads: Sequence[Load], num_contenders: int, num_rounds: int) -> float:
+    """How long it all takes, more or less, on the machine that `Load.expected_s` has in mind."""
+    return sum(load.expected_s for load in loads) * num_contenders * num_rounds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; status 1 when an answer was wrong or a server did not run."""
+    """Measures and prints; status 1 when an answer was wrong, a server did not run or the time was over."""
+    options = _options(arguments)
+    source = {**provenance(), **_versions(options)}
+    chosen = [LOADS[number] for number in options.only or range(len(LOADS))]
+    estimated_s = estimate_s(chosen, 1 + len(options.gguf) + options.transformers, options.rounds)
+    _note(f"about {estimated_s / 60:.0f} min on two idle cores, at most {options.max_minutes:.0f} min")
+    generator = random.Random(options.seed)
+    deadline_s = time.monotonic() + 60 * options.max_minutes
+    results: dict[str, Figures] = {}
+    try:
+        for number, load in enumerate(chosen):
+            results[load.name] = measure(load, Share(load, chosen[number:], deadline_s), options, generator)
+    except (CommandError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    rows = [summary(load, results[load.name]) for load in chosen]
+    print(markdown_table(["workload", "figure", "tokenway", "the others", "ratio to llama-server's best"], rows))
+    if options.out is not None:
+        content = {**source, "threads": options.threads, "seed": options.seed, "loads": _entries(chosen, results)}
+        options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--llama-server", type=Path, required=True)
     parser.add_argument("--gguf", type=Path, nargs="+", required=True, help="files of the same model for llama-server")
     parser.add_argument("--model", default="smollm2:135m", help="what Tokenway serves")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="at most; at least 1")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(31))
     parser.add_argument("--transformers", action="store_true")
     parser.add_argument("--only", type=int, nargs="+", choices=range(len(LOADS)), help="workloads by number")
+    parser.add_argument("--max-minutes", type=float, default=60.0, help="what does not fit in loses rounds")
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     options = parser.parse_args(arguments)
-    source = provenance()
-    results: dict[str, dict[str, list[float]]] = {}
-    rows = []
-    try:
-        for number in options.only or range(len(LOADS)):
-            load = LOADS[number]
-            results[load.name] = measure(load, options)
-            rows.append(summary(load, results[load.name]))
-    except (CommandError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(markdown_table(["workload", "figure", "tokenway", "the others", "ratio to llama-server's best"], rows))
-    if options.out is not None:
-        loads = {load.name: asdict(load) for load in LOADS if load.name in results}
-        content = {**source, "rounds": options.rounds, "threads": options.threads, "loads": loads, "figures": results}
-        options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return 0
+    if options.rounds < 1:
+        parser.error("--rounds: at least 1")
+    return options
+
+
+def _versions(options: argparse.Namespace) -> dict[str, str]:
+    """Of the peers, as they name them."""
+    told = subprocess.run(
+        [options.llama_server, "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    versions = {"llama-server": " ".join(told.stdout.split())}
+    if options.transformers:
+        versions[_TRANSFORMERS] = importlib.metadata.version("transformers")
+    return versions
+
+
+def _entries(chosen: Sequence[Load], results: dict[str, Figures]) -> dict[str, dict[str, object]]:
+    """What the file says of each workload."""
+    entries: dict[str, dict[str, object]] = {}
+    for load in chosen:
+        found = results[load.name]
+        peer = best_peer(load, found)
+        entries[load.name] = {**asdict(load), "figures": found, "best_peer": peer, "ratio": ratio_to(peer, found)}
+    return entries
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

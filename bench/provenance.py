@@ -18,10 +18,16 @@ def provenance() -> dict[str, str]:
     return {
         "machine": _machine(),
         "commit": _commit(),
-        "command": shlex.join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *map(_without_folder, sys.argv[1:])]),
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
+
+
+def _without_folder(argument: str) -> str:
+    """A word of the command; of an absolute path only the name, its folder means nothing to anybody else."""
+    flag, equals, value = argument.rpartition("=") if argument.startswith("-") else ("", "", argument)
+    return f"{flag}{equals}{Path(value).name}" if Path(value).is_absolute() else argument
 
 
 def _machine() -> str:

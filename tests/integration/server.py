@@ -19,6 +19,7 @@ from services.runtime.service import die_with_parent
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 20.0
+_MAX_NOTE = 8000
 _LISTENING = re.compile(r"ready after \S+ s: listening on (http://\S+)")  # a tokenizer listens before that
 
 
@@ -102,11 +103,14 @@ def wait_ready(server: Server) -> None:
 
 @contextmanager
 def running(model: Path | str, **settings: object) -> Iterator[Server]:
-    """A server that is ready, and gone afterwards."""
+    """A server that is ready, and gone afterwards; what fails meanwhile is told with what the server said."""
     server = start(model, **settings)
     try:
         wait_ready(server)
         yield server
+    except BaseException as error:
+        error.add_note(f"the server's last words:\n{server.log()[-_MAX_NOTE:]}")
+        raise
     finally:
         if server.process.poll() is None:
             server.stop(signal.SIGINT)

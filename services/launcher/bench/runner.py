@@ -145,8 +145,6 @@ class _Run:
             answers.append(answer.text)
 
     async def _request(self, body: dict[str, object]) -> Response:
-        while self._idle and not self._idle[-1].is_open:
-            self._idle.pop()
         connection = self._idle.pop() if self._idle else await Connection.open(self._address)
         response = await connection.request("POST", self._form.path, body, self._count)
         self._idle.append(connection)

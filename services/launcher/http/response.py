@@ -38,6 +38,11 @@ class Response:
         """Whether the server announced server-sent events."""
         return self.headers.get("content-type", "").startswith("text/event-stream")
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the server said that it closes the connection behind this answer."""
+        return "close" in (word.strip() for word in self.headers.get("connection", "").lower().split(","))
+
     def json(self) -> object:
         """The body's JSON value; ResponseError when it is none."""
         try:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from bench.peers import LOADS, Load, best_peer, llama_server, summary, workload_of
+from bench import provenance
+from bench.peer_servers import Load, llama_server, over_http
+from bench.peers import LOADS, Share, best_peer, estimate_s, summary
 from services.launcher.errors import CommandError
 
 RATE, FIRST_TOKEN = LOADS[0], LOADS[-1]
@@ -33,7 +38,9 @@ def test_a_ratio_is_the_median_of_those_within_a_round() -> None:
 
 @pytest.mark.parametrize("chosen", LOADS)
 def test_prompts_are_as_long_as_said_and_share_what_they_are_to_share(chosen: Load) -> None:
-    first, second = (list(workload_of(chosen, 5).session(number).turns[0].prompt) for number in (0, 1))
+    sessions = chosen.sessions(5)
+    assert len(sessions) == chosen.requests >= chosen.streams
+    first, second = (list(session.turns[0].prompt) for session in sessions[:2])
     assert len(first) == len(second) == chosen.shared + chosen.prompt
     assert first[: chosen.shared] == second[: chosen.shared]
     assert first[chosen.shared :] != second[chosen.shared :]
@@ -44,3 +51,30 @@ def test_a_peer_that_ends_at_once_is_told() -> None:
     program = Path(sys.executable)  # it knows none of these flags
     with pytest.raises(CommandError, match="llama-server ended with status"), llama_server(program, program, 1, RATE):
         pass
+
+
+def test_each_workload_has_its_share_of_the_time() -> None:
+    now_s = time.monotonic()
+    assert Share(RATE, [RATE, *LOADS[1:]], now_s + 1000).has_room(1)
+    assert not Share(RATE, [RATE], now_s - 1).has_room(1)
+    assert 990 < Share(FIRST_TOKEN, [FIRST_TOKEN], now_s + 1000).left_s <= 1000
+
+
+def test_the_estimate_grows_with_rounds_and_contenders() -> None:
+    assert estimate_s(LOADS, 4, 5) == pytest.approx(20 * estimate_s(LOADS, 1, 1))
+    assert 1800 < estimate_s(LOADS, 4, 5) < 3600
+
+
+def test_a_server_that_does_not_answer_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.peer_servers.Client.first_model", lambda client: "a model")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        run = over_http(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(CommandError, match=re.escape(RATE.name) + ": not done in the time"):
+            run(RATE, 1, 0.05)
+
+
+def test_a_command_is_written_without_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["/a/bench/peers.py", "--out", "/a/b.json", "--gguf=/c/d.gguf", "bench/e.json", "--rounds=2", "x=/y"]
+    monkeypatch.setattr(sys, "argv", words)
+    command = provenance.provenance()["command"]
+    assert command == "python -m bench.peers --out b.json --gguf=d.gguf bench/e.json --rounds=2 x=/y"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
 import pytest
@@ -164,35 +165,101 @@ def test_a_refusal_is_named_with_its_message() -> None:
     assert read_answer(response, Expected(3)).failure == "status 503: the queue is full"
 
 
-def test_a_connection_is_used_again_and_a_broken_one_is_an_error() -> None:
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+LAST = WHOLE.replace(b"\r\n\r\n", b"\r\nConnection: Close\r\n\r\n")
+REQUEST = b'{"q": 1}'
+
+
+async def asked(scripts: list[list[bytes]], num_requests: int) -> tuple[list[bytes | str], list[int]]:
+    """Asks a server one thing after another over one `Connection`.
+
+    The server gives each connection that it takes the answers of one script, the last of them before it has closed the
+    connection; an empty answer is none. Returns bodies or errors, and how many requests each connection brought.
+    """
+    served: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(served)
+        served.append(0)
+        for answer in scripts[number]:
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"POST /x HTTP/1.1\r\n")
+            assert await reader.readexactly(len(REQUEST)) == REQUEST
+            served[number] += 1
+            writer.write(answer)
+        writer.close()
+        await writer.wait_closed()
+
+    results: list[bytes | str] = []
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        connection = await Connection.open(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        for _ in range(num_requests):
+            try:
+                results.append((await connection.request("POST", "/x", {"q": 1})).body)
+            except ResponseError as error:
+                results.append(str(error))
+        connection.close()
+        with pytest.raises(ResponseError, match="the connection is closed"):
+            await connection.request("POST", "/x", {"q": 1})
+    return results, served
+
+
+CLOSED = "the connection broke: closed by the server"
+
+
+@pytest.mark.parametrize(
+    ("scripts", "results", "served"),
+    [
+        ([[WHOLE, WHOLE]], [b"{}", b"{}"], [2]),
+        ([[WHOLE], [WHOLE]], [b"{}", b"{}"], [1, 1]),  # closed behind an answer
+        ([[WHOLE, b""], [WHOLE]], [b"{}", b"{}"], [2, 1]),  # closed instead of an answer: sent once more
+        ([[WHOLE, b""], [b""], [WHOLE]], [b"{}", CLOSED, b"{}"], [2, 1, 1]),  # once, never twice
+        ([[b""], [WHOLE]], [CLOSED, b"{}"], [1, 1]),  # a new connection is believed
+        ([[WHOLE, WHOLE[:1]], [WHOLE]], [b"{}", CLOSED, b"{}"], [2, 1]),  # a byte came
+        ([[WHOLE, WHOLE[:-1]], [WHOLE]], [b"{}", CLOSED, b"{}"], [2, 1]),
+        ([[LAST, WHOLE], [WHOLE]], [b"{}", b"{}"], [1, 1]),  # nothing is sent where the server said that it closes
+        ([[b"FTP\r\n\r\n", WHOLE], [WHOLE]], ["no HTTP response: 'FTP'", b"{}"], [1, 1]),
+    ],
+)
+def test_what_the_server_closed_is_asked_once_more(
+    scripts: list[list[bytes]], results: list[bytes | str], served: list[int]
+) -> None:
+    assert asyncio.run(asyncio.wait_for(asked(scripts, len(results)), 20)) == (results, served)
+
+
+def test_a_request_that_was_given_up_leaves_nothing_to_the_next_and_is_not_sent_again() -> None:
     async def main() -> None:
-        num_connections = 0
+        requests: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+        ended = asyncio.Semaphore(0)
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal num_connections
-            num_connections += 1
-            for body in (b'{"a":1}', b'{"b":2}'):
-                head = await reader.readuntil(b"\r\n\r\n")
-                assert head.startswith(b"POST /x HTTP/1.1\r\n")
-                assert await reader.readexactly(8) == b'{"q": 1}'
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n" + body)
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nhal")
-            writer.close()
+            with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+                while await reader.read(1):
+                    await reader.readuntil(REQUEST)
+                    requests.put_nowait(writer)
+            ended.release()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        connection = await Connection.open(f"http://127.0.0.1:{port}")
-        assert (await connection.request("POST", "/x", {"q": 1})).body == b'{"a":1}'
-        assert (await connection.request("POST", "/x", {"q": 1})).body == b'{"b":2}'
-        with pytest.raises(ResponseError, match="the connection broke"):
-            await connection.request("POST", "/x", {"q": 1})
-        with pytest.raises(ResponseError, match="closed"):
-            await connection.request("POST", "/x", {"q": 1})
-        assert num_connections == 1
-        connection.close()
-        server.close()
-        await server.wait_closed()
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            connection = await Connection.open(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+            async def begin() -> tuple[asyncio.Task[Response], asyncio.StreamWriter]:
+                return asyncio.create_task(connection.request("POST", "/x", {"q": 1})), await requests.get()
+
+            first, writer = await begin()
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            writer.write(WHOLE.replace(b"{}", b"1\n"))
+            await ended.acquire()
+            second, writer = await begin()
+            writer.write(WHOLE.replace(b"{}", b"2\n"))
+            assert (await second).body == b"2\n"
+            third, _ = await begin()
+            connection.close()
+            with pytest.raises(ResponseError, match="the connection broke"):
+                await third
+            await ended.acquire()
+            assert requests.empty()
 
     asyncio.run(asyncio.wait_for(main(), 20))
 
