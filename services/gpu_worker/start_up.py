@@ -22,7 +22,7 @@ from services.gpu_worker.grammar_process import ChildSpec
 from services.gpu_worker.grammar_rows import GrammarRows
 from services.gpu_worker.graph_warm_up import graph_device, record_graphs
 from services.gpu_worker.held_rows import WorkerSizes
-from services.gpu_worker.host_limits import keep_freed_memory, keep_to_share, share_of_cores
+from services.gpu_worker.host_limits import keep_freed_memory, keep_to_share, share_of_cores, stored_bytes_read
 from services.gpu_worker.kernels import operators_for, triton_problem
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.largest_step import run_largest_step
@@ -31,6 +31,8 @@ from services.gpu_worker.memory import MemoryState, measure_memory, pool_size
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.products.forms import CpuForms
+from services.gpu_worker.roofline import Loaded, Roofline, measure_machine, product_dtype
+from services.gpu_worker.step_cost import ModelCost
 from services.gpu_worker.step_launcher import StepLauncher
 from services.gpu_worker.warm_up import WarmUp, warm_up
 from services.gpu_worker.weights import RunnableModel, load_laid_out, load_model
@@ -57,6 +59,7 @@ class ReadyWorker:
     state: WorkerState
     grammars: GrammarRows
     card: WorkerCard
+    roofline: Roofline
     kv_bytes_per_token: int
     num_pool_bytes: int
 
@@ -76,7 +79,7 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     device = choose_device(settings)
     set_up_threads(settings, device)
     keep_freed_memory()
-    model, digest = _load(settings, device, pump)
+    model, digest, loaded = _load(settings, device, pump)
     config, weights = model.config, model.weights
     max_model_len = choose_context(settings, config)
     dtype = weights.embedding.dtype
@@ -84,6 +87,8 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     operators = operators_for(device)
     shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, dtype)
     bare = ModelRunner(config, weights, KvCache(shape, 0, device), attention, operators)
+    may_round = is_laid_out(settings, device) and settings.numerics == "fast"
+    machine = measure_machine(device, _name(device), product_dtype(dtype, may_round))
     measured = warm_up(bare, pump, max(0, settings.chunked_prefill_size))
     logger.info(
         "warm-up: %d tokens in %.0f ms (%.0f tokens/s), one token in %.1f ms",
@@ -118,7 +123,9 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     if graphs := graph_device(settings, runner):
         record_graphs(runner, GraphLimits(settings.max_running_requests, max_model_len), graphs, pump)
     launcher = StepLauncher(runner, state)
-    return ReadyWorker(launcher, state, grammars, card, shape.bytes_per_page // shape.page_size, kv_cache.num_bytes)
+    kv_bytes_per_token = shape.bytes_per_page // shape.page_size
+    roofline = Roofline(machine, loaded, ModelCost(config, weights, kv_bytes_per_token))
+    return ReadyWorker(launcher, state, grammars, card, roofline, kv_bytes_per_token, kv_cache.num_bytes)
 
 
 def choose_device(settings: Settings) -> torch.device:
@@ -187,9 +194,9 @@ def forms_of(settings: Settings, pump: Callable[[], None] = lambda: None) -> Cpu
     return CpuForms(settings.numerics == "exact", int(settings.cpu_copies_gb * 1e9), pump)
 
 
-def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) -> tuple[RunnableModel, str]:
-    """The model, and what tells its files from another's."""
-    dtype, forms = choose_dtype(settings), forms_of(settings, pump)
+def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) -> tuple[RunnableModel, str, Loaded]:
+    """The model, what tells its files from another's, and how it came."""
+    dtype, forms, stored = choose_dtype(settings), forms_of(settings, pump), stored_bytes_read()
     try:
         files = open_model(settings.model)
         with LoadProgress(files.path.name, pump) as progress:
@@ -202,6 +209,7 @@ def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) ->
             else:
                 plain = load_model(files, device, dtype, progress)
                 model = RunnableModel(plain.config, plain.weights, plain.report)
+        loaded = Loaded(model.report, None if stored is None else (stored_bytes_read() or 0) - stored)
         digest = model_digest(files)
     except ModelFileError as error:
         raise StartError(str(error)) from error
@@ -210,7 +218,7 @@ def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) ->
     _log_load(files.path, model, device)
     if is_laid_out(settings, device):
         logger.info("numerics %s: %s", settings.numerics, forms.description)
-    return model, digest
+    return model, digest, loaded
 
 
 def _log_load(path: Path, model: RunnableModel, device: torch.device) -> None:
