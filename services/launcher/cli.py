@@ -23,6 +23,7 @@ COMMANDS = {
     "models": "list, fetch and remove models",
     "render": "show the prompt that messages become, text and ids",
     "trace": "show where a request spent its time",
+    "top": "show the stages of a running server live, beside what the machine can do",
 }
 
 
@@ -112,6 +113,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
             from services.launcher import trace
 
             return trace.run
+        case "top":
+            from services.launcher.top import command as top
+
+            return top.run
     raise CommandError(f"there is no command {name!r}; there are {', '.join(COMMANDS)}")
 
 

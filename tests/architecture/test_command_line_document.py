@@ -13,6 +13,7 @@ from services.launcher.chat import command as chat
 from services.launcher.chat.inputs import COMMANDS as CHAT_COMMANDS
 from services.launcher.cli import COMMANDS
 from services.launcher.doctor import command as doctor
+from services.launcher.top import command as top
 from tests.architecture.markdown_tables import table_after
 
 TEXT = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
@@ -28,6 +29,7 @@ PARSERS = {
     "models rm": ACTIONS["rm"],
     "render": render.parser(),
     "trace": trace.parser(),
+    "top": top.parser(),
 }
 
 
