@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from services.gpu_worker.host_limits import available_memory_bytes
 from services.gpu_worker.products.kernels import PackedProjection, has_packed_float32
+from services.gpu_worker.timing import run_times_s
 
-_LEAST_RUNS, _MOST_RUNS = 3, 64
-_READING_S, _PRODUCTS_S, _TRIAL_S = 0.06, 0.08, 0.01  # runs are repeated for so long
+_READING_S, _PRODUCTS_S, _TRIAL_S = 0.04, 0.05, 0.005  # runs are repeated for so long
 _CPU_SIDE, _TRIAL_SIDE = 1024, 256
 _PART_BYTES = 64 * 2**20  # read at once on a CPU: a run that another process disturbs is one of many
 _CUDA_SIDE = 8192
@@ -62,7 +61,7 @@ def machine_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
 @functools.cache
 def _measured(device: torch.device, dtype: torch.dtype, num_threads: int) -> MachineLimits:
     if device.type == "cpu":
-        return MachineLimits(measure_reading(device, cpu_buffer_bytes()), _measure_cpu_products(dtype))
+        return _measure_cpu(device, dtype, num_threads)
     free, _ = torch.cuda.mem_get_info(device)
     num_bytes = min(_CUDA_BYTES, free // (2 * _MEMORY_SHARE))
     return MachineLimits(
@@ -70,6 +69,20 @@ def _measured(device: torch.device, dtype: torch.dtype, num_threads: int) -> Mac
         measure_products(device, dtype, _CUDA_SIDE),
         _measure_upload(device, min(_UPLOAD_BYTES, num_bytes)),
     )
+
+
+def _measure_cpu(device: torch.device, dtype: torch.dtype, num_threads: int) -> MachineLimits:
+    """The best of all threads and of one: threads that wait for each other on a busy machine are slower than one."""
+    buffer = _buffer(device, cpu_buffer_bytes())
+    reading, products = [], []
+    try:
+        for count in sorted({1, num_threads}):
+            torch.set_num_threads(count)
+            reading.append(_reading_rate(buffer))
+            products.append(_measure_cpu_products(dtype))
+    finally:
+        torch.set_num_threads(num_threads)
+    return MachineLimits(max(reading), max(products))
 
 
 def cpu_buffer_bytes(caches: Path = _CACHES) -> int:
@@ -80,27 +93,32 @@ def cpu_buffer_bytes(caches: Path = _CACHES) -> int:
 
 def measure_reading(device: torch.device, num_bytes: int) -> float:
     """Bytes a second of the fastest way that torch has to read so many bytes, one part of them after another."""
-    num_lines = max(1, num_bytes // (4 * _LINE))
-    matrix = torch.ones(num_lines, _LINE, device=device)  # written: memory that never was is no memory
-    vector = torch.ones(_LINE, device=device)
+    return _reading_rate(_buffer(device, num_bytes))
+
+
+def _buffer(device: torch.device, num_bytes: int) -> Tensor:
+    """A matrix of so many bytes, written: memory that never was is no memory."""
+    return torch.ones(max(1, num_bytes // (4 * _LINE)), _LINE, device=device)
+
+
+def _reading_rate(matrix: Tensor) -> float:
+    device, num_lines = matrix.device, len(matrix)
     if device.type == "cuda":
         target = torch.empty_like(matrix)
-        seconds = [least_s(device, matrix.sum, _READING_S), least_s(device, lambda: target.copy_(matrix), _READING_S)]
+        seconds = [_least_s(device, matrix.sum, _READING_S), _least_s(device, lambda: target.copy_(matrix), _READING_S)]
         return matrix.nbytes * max(1 / seconds[0], 2 / seconds[1])
     lines = min(num_lines, _PART_BYTES // (4 * _LINE))
     parts = [matrix[start : start + lines] for start in range(0, num_lines - lines + 1, lines)]
-    return max(_reading_rate(parts, way) for way in (torch.sum, lambda part: part @ vector))
-
-
-def _reading_rate(parts: Sequence[Tensor], way: Callable[[Tensor], object]) -> float:
+    vector = torch.ones(_LINE)
     part = itertools.cycle(parts)
-    return parts[0].nbytes / least_s(torch.device("cpu"), lambda: way(next(part)), _READING_S / 2)
+    ways: list[Callable[[], object]] = [lambda: next(part).sum(), lambda: next(part) @ vector]
+    return parts[0].nbytes / min(_least_s(device, way, _READING_S / len(ways)) for way in ways)
 
 
 def measure_products(device: torch.device, dtype: torch.dtype, side: int) -> float:
     """Operations a second of the product of two square matrices of random numbers: a GPU runs slower with these."""
     left, right = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
-    return 2 * side**3 / least_s(device, lambda: left @ right, _PRODUCTS_S)
+    return 2 * side**3 / _least_s(device, lambda: left @ right, _PRODUCTS_S)
 
 
 def _measure_cpu_products(dtype: torch.dtype) -> float:
@@ -114,42 +132,19 @@ def _measure_cpu_products(dtype: torch.dtype) -> float:
         return functools.partial(torch.matmul, ones.to(dtype), ones.to(dtype))
 
     ways = [False, True] if has_packed_float32() else [False]
-    best = min(ways, key=lambda is_packed: least_s(cpu, way_of(is_packed, _TRIAL_SIDE), _TRIAL_S))
-    return 2 * _CPU_SIDE**3 / least_s(cpu, way_of(best, _CPU_SIDE), _PRODUCTS_S)
+    best = min(ways, key=lambda is_packed: _least_s(cpu, way_of(is_packed, _TRIAL_SIDE), _TRIAL_S))
+    return 2 * _CPU_SIDE**3 / _least_s(cpu, way_of(best, _CPU_SIDE), _PRODUCTS_S)
 
 
 def _measure_upload(device: torch.device, num_bytes: int) -> float:
     source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    return num_bytes / least_s(device, lambda: target.copy_(source, non_blocking=True), _TRIAL_S)
+    return num_bytes / _least_s(device, lambda: target.copy_(source, non_blocking=True), _TRIAL_S)
 
 
-def least_s(device: torch.device, run: Callable[[], object], most_s: float) -> float:
-    """Seconds of the shortest run of many: what else the machine does only makes them longer.
-
-    The first one is not counted: it sets up what there is to set up. A slow machine runs no more than a few.
-    """
-    timed = _event_s if device.type == "cuda" else _clock_s
-    timed(run)
-    times: list[float] = []
-    while len(times) < _LEAST_RUNS or (len(times) < _MOST_RUNS and sum(times) < most_s):
-        times.append(timed(run))
-    return min(times)
-
-
-def _clock_s(run: Callable[[], object]) -> float:
-    begin = perf_counter()
-    run()
-    return perf_counter() - begin
-
-
-def _event_s(run: Callable[[], object]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1000
+def _least_s(device: torch.device, run: Callable[[], object], most_s: float) -> float:
+    """Seconds of the shortest run of many: what else the machine does only makes them longer."""
+    return min(run_times_s(device, run, most_s))
 
 
 def _cache_sizes(caches: Path) -> Iterable[int]:

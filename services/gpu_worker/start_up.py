@@ -88,7 +88,7 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, dtype)
     bare = ModelRunner(config, weights, KvCache(shape, 0, device), attention, operators)
     may_round = is_laid_out(settings, device) and settings.numerics == "fast"
-    machine = measure_machine(device, _name(device), product_dtype(dtype, may_round))
+    machine = measure_machine(device, device_name(device), product_dtype(dtype, may_round))
     measured = warm_up(bare, pump, max(0, settings.chunked_prefill_size))
     logger.info(
         "warm-up: %d tokens in %.0f ms (%.0f tokens/s), one token in %.1f ms",
@@ -214,7 +214,7 @@ def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) ->
     except ModelFileError as error:
         raise StartError(str(error)) from error
     except torch.OutOfMemoryError as error:
-        raise StartError(f"{settings.model}: the weights do not fit on {_name(device)}") from error
+        raise StartError(f"{settings.model}: the weights do not fit on {device_name(device)}") from error
     _log_load(files.path, model, device)
     if is_laid_out(settings, device):
         logger.info("numerics %s: %s", settings.numerics, forms.description)
@@ -226,7 +226,7 @@ def _log_load(path: Path, model: RunnableModel, device: torch.device) -> None:
     logger.info(
         "model %s: %s, %.1f M weights, %.1f MB in memory, activations in %s on %s", path.name, config.model_type,
         report.num_bytes_placed / dtype.itemsize / 1e6, model.weights.num_bytes / 1e6,
-        str(dtype).removeprefix("torch."), _name(device),
+        str(dtype).removeprefix("torch."), device_name(device),
     )  # fmt: skip
     logger.info(
         "weights from %s: %.1f MB in %.2f s (disk to memory %.2f GB/s, decoding %.2f s, memory to device %.2f GB/s)",
@@ -269,5 +269,6 @@ def _allocate(shape: KvCacheShape, num_pages: int, device: torch.device) -> KvCa
         raise StartError(f"a KV pool of {num_bytes / 2**20:.0f} MiB cannot be allocated: {error}") from error
 
 
-def _name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """What people call a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"

@@ -18,7 +18,7 @@ EXIT_READER_LEFT = 141  # as of a program that the signal of a broken pipe ends
 COMMANDS = {
     "serve": "start a server",
     "chat": "talk with a model in the terminal",
-    "bench": "measure a running server under load",
+    "bench": "measure a running server under load, or a worker's kernels and steps without one",
     "doctor": "check this machine, a model and the server's peers, and say how to mend what is wrong",
     "models": "list, fetch and remove models",
     "render": "show the prompt that messages become, text and ids",
