@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 
 import torch
@@ -66,7 +67,7 @@ def _measured(device: torch.device, dtype: torch.dtype, num_threads: int) -> Mac
     num_bytes = min(_CUDA_BYTES, free // (2 * _MEMORY_SHARE))
     return MachineLimits(
         measure_reading(device, num_bytes),
-        measure_products(device, dtype, _CUDA_SIDE),
+        measure_products(device, dtype, min(_CUDA_SIDE, isqrt(num_bytes // (2 * dtype.itemsize)))),
         _measure_upload(device, min(_UPLOAD_BYTES, num_bytes)),
     )
 

@@ -15,11 +15,14 @@ def run_times_s(device: torch.device, run: Callable[[], object], most_s: float) 
 
     The first one is not counted: it sets up what there is to set up.
     """
-    timed = _event_s if device.type == "cuda" else _clock_s
-    timed(run)
+
+    def timed() -> float:
+        return _event_s(device, run) if device.type == "cuda" else _clock_s(run)
+
+    timed()
     times: list[float] = []
     while len(times) < _LEAST_RUNS or (len(times) < _MOST_RUNS and sum(times) < most_s):
-        times.append(timed(run))
+        times.append(timed())
     return times
 
 
@@ -29,10 +32,11 @@ def _clock_s(run: Callable[[], object]) -> float:
     return perf_counter() - begin
 
 
-def _event_s(run: Callable[[], object]) -> float:
+def _event_s(device: torch.device, run: Callable[[], object]) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
+    stream = torch.cuda.current_stream(device)
+    begin.record(stream)
     run()
-    end.record()
+    end.record(stream)
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1000
