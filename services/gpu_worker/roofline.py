@@ -53,6 +53,11 @@ class Loaded:
     report: LoadReport
     num_stored_bytes: int | None
 
+    @property
+    def origin(self) -> str:
+        """For the log, behind how fast they were read: how many came from storage; "" where nobody can tell."""
+        return "" if self.num_stored_bytes is None else f", {self.num_stored_bytes / 1e6:.1f} MB of it from storage"
+
 
 def measure_machine(device: torch.device, name: str, dtype: torch.dtype) -> Machine:
     """Measures what steps are held against: some tenths of a second, before there is any request; leaves a log line."""

@@ -215,13 +215,13 @@ def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) ->
         raise StartError(str(error)) from error
     except torch.OutOfMemoryError as error:
         raise StartError(f"{settings.model}: the weights do not fit on {device_name(device)}") from error
-    _log_load(files.path, model, device)
+    _log_load(files.path, model, loaded, device)
     if is_laid_out(settings, device):
         logger.info("numerics %s: %s", settings.numerics, forms.description)
     return model, digest, loaded
 
 
-def _log_load(path: Path, model: RunnableModel, device: torch.device) -> None:
+def _log_load(path: Path, model: RunnableModel, loaded: Loaded, device: torch.device) -> None:
     config, report, dtype = model.config, model.report, model.weights.embedding.dtype
     logger.info(
         "model %s: %s, %.1f M weights, %.1f MB in memory, activations in %s on %s", path.name, config.model_type,
@@ -229,8 +229,8 @@ def _log_load(path: Path, model: RunnableModel, device: torch.device) -> None:
         str(dtype).removeprefix("torch."), device_name(device),
     )  # fmt: skip
     logger.info(
-        "weights from %s: %.1f MB in %.2f s (disk to memory %.2f GB/s, decoding %.2f s, memory to device %.2f GB/s)",
-        path, report.num_bytes_read / 1e6, report.total_s, report.disk_gb_per_s, report.decode_s,
+        "weights from %s: %.1f MB in %.2f s (disk to memory %.2f GB/s%s, decoding %.2f s, memory to device %.2f GB/s)",
+        path, report.num_bytes_read / 1e6, report.total_s, report.disk_gb_per_s, loaded.origin, report.decode_s,
         report.device_gb_per_s,
     )  # fmt: skip
 
