@@ -1,4 +1,4 @@
-"""What a device can do at most, measured; and what a step of a model asks of it, computed."""
+"""What a device can do at most, measured as the worker does; and what a step of a model asks of it, computed."""
 
 from __future__ import annotations
 
@@ -9,31 +9,15 @@ from time import perf_counter
 
 import torch
 
+from services.gpu_worker.machine_limits import MachineLimits, measure_products, measure_reading
 from services.gpu_worker.models.config import ModelConfig
 
 _REPEATS = 10
 
 
-@dataclass(frozen=True)
-class DeviceLimits:
-    """Bytes a second from memory, operations a second of bfloat16 products (multiplying and adding are two)."""
-
-    bytes_per_s: float
-    operations_per_s: float
-
-
-def measure_limits(device: torch.device, num_bytes: int, side: int) -> DeviceLimits:
-    """The best of copying and of reading so many bytes, and of a product of two square matrices."""
-    left, right = (torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2))
-    operations = 2 * side**3 / median_s(device, lambda: left @ right)
-    return DeviceLimits(_measure_bytes(device, num_bytes), operations)
-
-
-def _measure_bytes(device: torch.device, num_bytes: int) -> float:
-    source = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    copied = 2 * num_bytes / median_s(device, lambda: target.copy_(source))
-    return max(copied, num_bytes / median_s(device, source.sum))
+def measure_limits(device: torch.device, num_bytes: int, side: int) -> MachineLimits:
+    """Of so many bytes, and of bfloat16 products of two square matrices."""
+    return MachineLimits(measure_reading(device, num_bytes), measure_products(device, torch.bfloat16, side))
 
 
 def median_s(device: torch.device, run: Callable[[], object]) -> float:

@@ -16,7 +16,7 @@ from time import perf_counter
 
 import torch
 
-from bench.device.limits import DeviceLimits, ModelCost, cost_of, measure_limits, median_s, wait_for
+from bench.device.limits import ModelCost, cost_of, measure_limits, median_s, wait_for
 from bench.device.report import Outcome, measured
 from bench.random_checkpoints import Shape, write_config
 from services.gpu_worker.attention import attention_for
@@ -26,6 +26,7 @@ from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.graph_device import CudaGraphDevice
 from services.gpu_worker.held_rows import WorkerSizes
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
+from services.gpu_worker.machine_limits import MachineLimits
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.step_inputs import StepRow, build_step_inputs
 from services.gpu_worker.step_launcher import PendingStep, StepLauncher
@@ -106,7 +107,7 @@ class _Bench:
         wait_for(self._device)
         return measured("graph capture", f"{len(graphs.sizes)} sizes in {perf_counter() - begin:.1f} s (<= 10)")
 
-    def decode(self, num_rows: int, limits: DeviceLimits) -> Iterator[Outcome]:
+    def decode(self, num_rows: int, limits: MachineLimits) -> Iterator[Outcome]:
         """Time of a step, share of the memory's limit, idleness, sampling."""
         name = f"decode of {num_rows}"
         wall_s, _ = self._run(num_rows, is_held_back=False)
@@ -122,7 +123,7 @@ class _Bench:
             yield measured(f"{name}, idle", f"{max(0.0, 1 - busy_s / wall_s):.1%} between steps (<= 3%)")
             yield measured(f"{name}, sampling", f"{sampling:.1%} of a step (<= 3%)")
 
-    def prefill(self, limits: DeviceLimits) -> Outcome:
+    def prefill(self, limits: MachineLimits) -> Outcome:
         """A whole prompt in one step."""
         num_tokens = self._sizes.prompt
         rows = [StepRow([1] * num_tokens, 0, range(-(-num_tokens // _PAGE_SIZE)), samples=True)]

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 
-from bench.device.limits import DeviceLimits, ModelCost, cost_of, measure_limits
+from bench.device.limits import ModelCost, cost_of, measure_limits
 from bench.device.report import Outcome, held, measured
 from bench.device.serving import answers, submit_of
 from bench.random_checkpoints import Shape, write_config
+from services.gpu_worker.machine_limits import MachineLimits
 from services.gpu_worker.models.parse_config import parse_model_config
 from services.model_files.source import open_model
 from services.runtime.config import Settings
@@ -83,7 +84,7 @@ def _submit(number: int, prompt: int, answer: int) -> Submit:
     return submit_of(number + 1, ids, SamplingParams(0.6, 1.0, 0, 0.0, number, 0), answer)
 
 
-def _least_s(lengths: list[tuple[int, int]], cost: ModelCost, limits: DeviceLimits) -> float:
+def _least_s(lengths: list[tuple[int, int]], cost: ModelCost, limits: MachineLimits) -> float:
     """Seconds that the device needs at least: every prompt at once, then all answers together, a token each a step."""
     prefill = sum(cost.prefill_operations(prompt) for prompt, _ in lengths) / limits.operations_per_s
     num_steps = max(answer for _, answer in lengths)

@@ -68,6 +68,13 @@ def available_memory_bytes(cgroup: Path = _CGROUP) -> int:
     return min(total // 2 if available is None else available, max(0, total - used))
 
 
+def stored_bytes_read(account: Path = Path("/proc/self/io")) -> int | None:
+    """Bytes that storage itself gave this process so far, the file cache aside; None where the system does not tell."""
+    words = _words(account)
+    place = words.index("read_bytes:") + 1 if "read_bytes:" in words else len(words)
+    return int(words[place]) if place < len(words) and words[place].isdigit() else None
+
+
 def keep_freed_memory() -> bool:
     """Has the C library keep what is freed instead of giving it back; False where it cannot be told.
 

@@ -12,13 +12,14 @@ from prometheus_client.registry import Collector
 from services.gpu_worker.scheduler_link import SchedulerLink
 from services.gpu_worker.start_up import ReadyWorker
 from services.runtime.histogram import Histogram
-from services.runtime.metrics import counter, gauge, histogram
-from services.wire.steps import StepResult
+from services.runtime.metrics import counter, gauge, histogram, labelled_counter, labelled_gauge
+from services.wire.steps import StepPlan, StepResult
 
 _STEP_BOUNDS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.065, 0.08, 0.1, 0.125, 0.15, 0.2, 0.25, 0.35, 0.5,
     1.0, 2.5, 10.0,
 )  # fmt: skip
+_STAGE = ["stage"]
 
 
 @dataclass(slots=True)
@@ -41,11 +42,11 @@ class WorkerInstruments(Collector):
         self._step_seconds = Histogram(_STEP_BOUNDS_S)
         registry.register(self)
 
-    def count(self, result: StepResult, num_tokens: int) -> None:
-        """Counts one step that computed so many tokens."""
+    def count(self, plan: StepPlan, result: StepResult) -> None:
+        """Counts one step that has run."""
         counters = self._counters
         counters.num_steps += 1
-        counters.num_computed_tokens += num_tokens
+        counters.num_computed_tokens += self._worker.roofline.count(plan, result).num_tokens
         counters.num_sampled_tokens += len(result.token_ids) // 4
         counters.forward_us += result.forward_us
         self._step_seconds.observe(result.step_us / 1e6)
@@ -64,6 +65,8 @@ class WorkerInstruments(Collector):
         yield counter("worker_refused_messages", refused)
         yield histogram("worker_step_seconds", self._step_seconds)
         yield from self._grammars()
+        yield from self._stages()
+        yield from self._machine()
         yield gauge("worker_held_rows", worker.state.num_held)
         yield gauge("worker_kv_pool_bytes", worker.num_pool_bytes)
         yield gauge("worker_chunk_tokens", worker.card.chunk_tokens)
@@ -80,3 +83,34 @@ class WorkerInstruments(Collector):
         yield counter("worker_killed_grammar_children", compiler.num_children_killed)
         yield counter("worker_forced_tokens", rows.num_forced)
         yield gauge("worker_kept_grammars", compiler.num_templates)
+
+    def _stages(self) -> Iterable[Metric]:
+        meter = self._worker.roofline.meter
+        totals = {(str(stage),): each for stage, each in meter.totals.items()}
+        seconds: dict[tuple[str, ...], float] = {key: each.forward_us / 1e6 for key, each in totals.items()}
+        seconds["sampling",] = meter.sampling_us / 1e6
+        yield labelled_counter("worker_stage_seconds", _STAGE, seconds)
+        yield labelled_counter("worker_stage_steps", _STAGE, {key: each.num_steps for key, each in totals.items()})
+        yield labelled_counter("worker_stage_tokens", _STAGE, {key: each.num_tokens for key, each in totals.items()})
+        yield labelled_counter("worker_stage_bytes", _STAGE, {key: each.num_bytes for key, each in totals.items()})
+        operations: dict[tuple[str, ...], float] = {key: each.num_operations for key, each in totals.items()}
+        yield labelled_counter("worker_stage_operations", _STAGE, operations)
+        limits: dict[tuple[str, ...], float] = {
+            (*key, str(bound)): s for key, each in totals.items() for bound, s in each.limit_s.items()
+        }
+        yield labelled_counter("worker_stage_limit_seconds", [*_STAGE, "bound"], limits)
+
+    def _machine(self) -> Iterable[Metric]:
+        machine, limits = self._worker.roofline.machine, self._worker.roofline.machine.limits
+        values = (machine.device, machine.name, machine.dtype, str(machine.num_threads))
+        yield labelled_gauge("worker_machine", ["device", "name", "dtype", "threads"], {values: 1})
+        yield gauge("worker_limit_memory_bytes_per_second", limits.bytes_per_s)
+        yield gauge("worker_limit_operations_per_second", limits.operations_per_s)
+        yield gauge("worker_limit_upload_bytes_per_second", limits.upload_bytes_per_s)
+        loaded, report = self._worker.roofline.loaded, self._worker.roofline.loaded.report
+        seconds = {"disk": report.disk_s, "decode": report.decode_s, "device": report.place_s, "all": report.total_s}
+        yield labelled_gauge("worker_load_seconds", _STAGE, {(stage,): value for stage, value in seconds.items()})
+        num_bytes = {"disk": report.num_bytes_read, "device": report.num_bytes_placed}
+        if loaded.num_stored_bytes is not None:
+            num_bytes["storage"] = loaded.num_stored_bytes
+        yield labelled_gauge("worker_load_bytes", _STAGE, {(stage,): value for stage, value in num_bytes.items()})

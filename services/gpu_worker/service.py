@@ -64,6 +64,7 @@ class WorkerService:
                 self._link.send(answer)
             self._launch_next()
             self._send_finished()
+            self._worker.roofline.log_news(time.monotonic())
 
     def _patience_s(self, now_s: float) -> float:
         """How long to wait for messages: not at all when there is something to do."""
@@ -110,7 +111,7 @@ class WorkerService:
             self._link.send(result)
             self._link.session.progress += 1
             if pending.step is not None:  # else it only released rows: no forward pass
-                self._instruments.count(result, pending.num_tokens)
+                self._instruments.count(pending.plan, result)
 
     def _is_done(self, now_s: float) -> bool:
         """Whether to leave: told to stop, and the scheduler knows and nothing is held, or the time to drain is over."""

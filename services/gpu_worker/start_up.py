@@ -23,7 +23,7 @@ from services.gpu_worker.grammar_process import ChildSpec
 from services.gpu_worker.grammar_rows import GrammarRows
 from services.gpu_worker.graph_warm_up import graph_device, record_graphs
 from services.gpu_worker.held_rows import WorkerSizes
-from services.gpu_worker.host_limits import keep_freed_memory, keep_to_share, share_of_cores
+from services.gpu_worker.host_limits import keep_freed_memory, keep_to_share, share_of_cores, stored_bytes_read
 from services.gpu_worker.kernels import triton_problem
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.largest_step import run_largest_step
@@ -32,6 +32,8 @@ from services.gpu_worker.memory import MemoryState, measure_memory, pool_size
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.products.forms import CpuForms
+from services.gpu_worker.roofline import Loaded, Roofline, measure_machine, product_dtype
+from services.gpu_worker.step_cost import ModelCost
 from services.gpu_worker.step_launcher import StepLauncher
 from services.gpu_worker.warm_up import WarmUp, warm_up
 from services.gpu_worker.weights import RunnableModel, load_laid_out, load_model
@@ -58,6 +60,7 @@ class ReadyWorker:
     state: WorkerState
     grammars: GrammarRows
     card: WorkerCard
+    roofline: Roofline
     kv_bytes_per_token: int
     num_pool_bytes: int
 
@@ -77,7 +80,7 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     device = choose_device(settings)
     set_up_threads(settings, device)
     keep_freed_memory()
-    model, digest = _load(settings, device, pump)
+    model, digest, loaded = _load(settings, device, pump)
     config, weights = model.config, model.weights
     max_model_len = choose_context(settings, config)
     dtype = weights.embedding.dtype
@@ -85,6 +88,8 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     operators = operators_for(device)
     shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, dtype)
     bare = ModelRunner(config, weights, KvCache(shape, 0, device), attention, operators)
+    may_round = is_laid_out(settings, device) and settings.numerics == "fast"
+    machine = measure_machine(device, device_name(device), product_dtype(dtype, may_round))
     measured = warm_up(bare, pump, max(0, settings.chunked_prefill_size))
     logger.info(
         "warm-up: %d tokens in %.0f ms (%.0f tokens/s), one token in %.1f ms",
@@ -119,7 +124,9 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     if graphs := graph_device(settings, runner):
         record_graphs(runner, GraphLimits(settings.max_running_requests, max_model_len), graphs, pump)
     launcher = StepLauncher(runner, state)
-    return ReadyWorker(launcher, state, grammars, card, shape.bytes_per_page // shape.page_size, kv_cache.num_bytes)
+    kv_bytes_per_token = shape.bytes_per_page // shape.page_size
+    roofline = Roofline(machine, loaded, ModelCost(config, weights, kv_bytes_per_token))
+    return ReadyWorker(launcher, state, grammars, card, roofline, kv_bytes_per_token, kv_cache.num_bytes)
 
 
 def choose_device(settings: Settings) -> torch.device:
@@ -188,9 +195,9 @@ def forms_of(settings: Settings, pump: Callable[[], None] = lambda: None) -> Cpu
     return CpuForms(settings.numerics == "exact", int(settings.cpu_copies_gb * 1e9), pump)
 
 
-def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) -> tuple[RunnableModel, str]:
-    """The model, and what tells its files from another's."""
-    dtype, forms = choose_dtype(settings), forms_of(settings, pump)
+def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) -> tuple[RunnableModel, str, Loaded]:
+    """The model, what tells its files from another's, and how it came."""
+    dtype, forms, stored = choose_dtype(settings), forms_of(settings, pump), stored_bytes_read()
     try:
         files = open_model(settings.model)
         with LoadProgress(files.path.name, pump) as progress:
@@ -203,27 +210,28 @@ def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) ->
             else:
                 plain = load_model(files, device, dtype, progress)
                 model = RunnableModel(plain.config, plain.weights, plain.report)
+        loaded = Loaded(model.report, None if stored is None else (stored_bytes_read() or 0) - stored)
         digest = model_digest(files)
     except ModelFileError as error:
         raise StartError(str(error)) from error
     except torch.OutOfMemoryError as error:
-        raise StartError(f"{settings.model}: the weights do not fit on {_name(device)}") from error
-    _log_load(files.path, model, device)
+        raise StartError(f"{settings.model}: the weights do not fit on {device_name(device)}") from error
+    _log_load(files.path, model, loaded, device)
     if is_laid_out(settings, device):
         logger.info("numerics %s: %s", settings.numerics, forms.description)
-    return model, digest
+    return model, digest, loaded
 
 
-def _log_load(path: Path, model: RunnableModel, device: torch.device) -> None:
+def _log_load(path: Path, model: RunnableModel, loaded: Loaded, device: torch.device) -> None:
     config, report, dtype = model.config, model.report, model.weights.embedding.dtype
     logger.info(
         "model %s: %s, %.1f M weights, %.1f MB in memory, activations in %s on %s", path.name, config.model_type,
         report.num_bytes_placed / dtype.itemsize / 1e6, model.weights.num_bytes / 1e6,
-        str(dtype).removeprefix("torch."), _name(device),
+        str(dtype).removeprefix("torch."), device_name(device),
     )  # fmt: skip
     logger.info(
-        "weights from %s: %.1f MB in %.2f s (disk to memory %.2f GB/s, decoding %.2f s, memory to device %.2f GB/s)",
-        path, report.num_bytes_read / 1e6, report.total_s, report.disk_gb_per_s, report.decode_s,
+        "weights from %s: %.1f MB in %.2f s (disk to memory %.2f GB/s%s, decoding %.2f s, memory to device %.2f GB/s)",
+        path, report.num_bytes_read / 1e6, report.total_s, report.disk_gb_per_s, loaded.origin, report.decode_s,
         report.device_gb_per_s,
     )  # fmt: skip
 
@@ -262,5 +270,6 @@ def _allocate(shape: KvCacheShape, num_pages: int, device: torch.device) -> KvCa
         raise StartError(f"a KV pool of {num_bytes / 2**20:.0f} MiB cannot be allocated: {error}") from error
 
 
-def _name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """What people call a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"

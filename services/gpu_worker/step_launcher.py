@@ -73,11 +73,6 @@ class PendingStep:
     step: StepInFlight | None
     clock: StepClock
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed."""
-        return int(np.frombuffer(self.plan.num_new_tokens, dtype="<i4").sum())
-
     def is_copied(self) -> bool:
         """Whether the result is on the host."""
         return self.clock.is_done()

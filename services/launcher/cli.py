@@ -18,11 +18,12 @@ EXIT_READER_LEFT = 141  # as of a program that the signal of a broken pipe ends
 COMMANDS = {
     "serve": "start a server",
     "chat": "talk with a model in the terminal",
-    "bench": "measure a running server under load",
+    "bench": "measure a running server under load, or a worker's kernels and steps without one",
     "doctor": "check this machine, a model and the server's peers, and say how to mend what is wrong",
     "models": "list, fetch and remove models",
     "render": "show the prompt that messages become, text and ids",
     "trace": "show where a request spent its time",
+    "top": "show the stages of a running server live, beside what the machine can do",
 }
 
 
@@ -112,6 +113,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
             from services.launcher import trace
 
             return trace.run
+        case "top":
+            from services.launcher.top import command as top
+
+            return top.run
     raise CommandError(f"there is no command {name!r}; there are {', '.join(COMMANDS)}")
 
 

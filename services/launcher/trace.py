@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,7 +13,7 @@ from services.launcher.command_parser import command_parser
 from services.launcher.errors import CommandError
 from services.launcher.http.client import Client, UnreachableError
 from services.launcher.http.server_address import ServerAddress
-from services.launcher.run_directory import run_directories
+from services.launcher.running_servers import NO_SERVER, control_sockets
 from services.launcher.server_flags import add_server_flags, server_address
 from services.launcher.terminal import Terminal, harmless
 from services.launcher.trace_view import trace_lines
@@ -44,9 +44,10 @@ def run(arguments: Sequence[str]) -> int:
         CommandError: there is no server, or none knows the request.
     """
     options = parser().parse_args(arguments)
-    addresses = [server_address(options)] if options.url else list(_control_sockets(options.run_dir))
+    of_folders = control_sockets(options.run_dir).values() if not options.url else [[server_address(options)]]
+    addresses = [address for addresses in of_folders for address in addresses]
     if not addresses:
-        raise CommandError("no server of this user runs here with a control socket; say which with --url or --run-dir")
+        raise CommandError(NO_SERVER)
     trace = _ask(addresses, options.id)
     if options.json:
         print(json.dumps(trace, ensure_ascii=False))
@@ -55,13 +56,6 @@ def run(arguments: Sequence[str]) -> int:
     for line in trace_lines(trace, terminal.columns if terminal.is_interactive else 120):
         terminal.line(harmless(line))
     return 0
-
-
-def _control_sockets(run_dir: Path | None) -> Iterator[ServerAddress]:
-    """The control sockets of one run directory, or of all that this user's servers have made."""
-    for folder in run_directories() if run_dir is None else [run_dir]:
-        for path in sorted(folder.glob("control-*.sock")):
-            yield ServerAddress.of_socket(path)
 
 
 def _ask(addresses: Sequence[ServerAddress], request_id: str) -> Mapping[str, Any]:

@@ -102,6 +102,18 @@ OF_GPU_WORKER: Mapping[str, str] = {
     "worker_killed_grammar_children": "children ended because a grammar took too long or too much",
     "worker_forced_tokens": "tokens that a grammar left no choice about, taken at once",
     "worker_kept_grammars": "compiled grammars that are kept",
+    "worker_stage_seconds": "time by `stage`: forward passes of prefill and decode; sampling, with the rest of steps",
+    "worker_stage_steps": "forward passes by `stage`: decode has one new token in each row, prefill is any other",
+    "worker_stage_tokens": "tokens computed, by `stage`",
+    "worker_stage_bytes": "bytes that the passes must move at least, by `stage`",
+    "worker_stage_operations": "additions and multiplications of the passes, by `stage`",
+    "worker_stage_limit_seconds": "what they would take at the limits below, by `stage` and `bound`: memory or compute",
+    "worker_machine": "1, with what the worker runs on: `device`, `name`, `dtype` of products, `threads`",
+    "worker_limit_memory_bytes_per_second": "what the device reads from its memory, measured at the start",
+    "worker_limit_operations_per_second": "additions and multiplications of a large product, measured at the start",
+    "worker_limit_upload_bytes_per_second": "what goes from the host to the device, measured; 0 where they are one",
+    "worker_load_seconds": "time of loading the weights by `stage`: disk, decode, device, all with what lies between",
+    "worker_load_bytes": "bytes of weights by `stage`: from disk, of these from storage and no cache, to the device",
 }
 
 OF_DETOKENIZER: Mapping[str, str] = {

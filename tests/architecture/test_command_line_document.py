@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from services.launcher import model_commands, render, serve, trace
-from services.launcher.bench import command as bench
+from services.launcher.bench import serve as bench
+from services.launcher.bench import worker_benches
 from services.launcher.chat import command as chat
 from services.launcher.chat.inputs import COMMANDS as CHAT_COMMANDS
 from services.launcher.cli import COMMANDS
 from services.launcher.doctor import command as doctor
+from services.launcher.top import command as top
 from tests.architecture.markdown_tables import table_after
 
 TEXT = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
@@ -22,12 +24,15 @@ ACTIONS = next(action for action in MODELS._actions if isinstance(action, argpar
 PARSERS = {
     "chat": chat.parser(),
     "bench": bench.parser(),
+    "bench kernels": worker_benches.kernels_parser(),
+    "bench engine": worker_benches.engine_parser(),
     "doctor": doctor.parser(),
     "models": MODELS,
     "models pull": ACTIONS["pull"],
     "models rm": ACTIONS["rm"],
     "render": render.parser(),
     "trace": trace.parser(),
+    "top": top.parser(),
 }
 
 

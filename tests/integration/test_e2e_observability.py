@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from services.launcher.cli import main
 from services.runtime.metric_texts import TEXTS
 from services.tokenizer.access import tenant_of
 from tests.integration.client import HELLO, TEXT
@@ -158,3 +159,23 @@ def test_metrics_have_their_help_and_every_name(server: Server) -> None:
         f.name for f in families
     }
     assert ask(server, "GET", "/metrics", key="")[0] == 401
+
+
+@pytest.mark.surface
+def test_top_shows_the_stages_of_the_group(server: Server, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    complete(server)
+    stages: dict[str, Json] = {}
+    while not stages.get("output", {}).get("num_tokens") or not stages["decode"]["num_tokens"]:  # until heartbeats tell
+        assert main(["top", "--run-dir", str(run_dir), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        stages = {stage["name"]: stage for stage in found["stages"]}
+    assert list(stages)[-5:] == ["tokenizer", "prefill", "decode", "sampling", "output"]
+    for name in ("prefill", "decode"):
+        assert stages[name]["bound"] in ("memory", "compute")
+        assert min(stages[name][field] for field in ("seconds", "share", "num_bytes", "num_operations")) > 0
+    assert stages["disk → memory"]["num_bytes"] > 90e6
+    assert [worker["device"] for worker in found["workers"]] == ["cpu"]
+    assert main(["top", "--url", server.url, "--once", "--api-key", KEY]) == 0
+    assert "OF LIMIT" in capsys.readouterr().out
+    assert main(["top", "--url", server.url, "--api-key", "wrong"]) == 2
+    assert "wants a key" in capsys.readouterr().err

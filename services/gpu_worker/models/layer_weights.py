@@ -56,11 +56,20 @@ class LayerWeights(Generic[P_co]):
         )
 
     @property
+    def projections(self) -> tuple[P_co, ...]:
+        """All of them, in the order in which a step multiplies by them."""
+        return (self.qkv, self.output, self.gate_up, self.down)
+
+    @property
+    def norm_bytes(self) -> int:
+        """Memory of what is no projection."""
+        norms = (self.input_norm, self.query_norm, self.key_norm, self.mlp_norm)
+        return sum(norm.nbytes for norm in norms if norm is not None)
+
+    @property
     def num_bytes(self) -> int:
         """Memory of all of them."""
-        norms = (self.input_norm, self.query_norm, self.key_norm, self.mlp_norm)
-        projections = (self.qkv, self.output, self.gate_up, self.down)
-        return sum(norm.nbytes for norm in norms if norm is not None) + sum(each.num_bytes for each in projections)
+        return self.norm_bytes + sum(each.num_bytes for each in self.projections)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ CUDA device; on a CPU a model's projections are made anew once it is loaded (see
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.nn import functional
@@ -22,6 +22,14 @@ class Projection(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, out_features] from [num_tokens, in_features], in the dtype of x; memory of its own."""
+
+
+@runtime_checkable
+class ReadsByRows(Protocol):
+    """A `Projection` that does not read all of its weights at every call."""
+
+    def bytes_read(self, num_rows: int) -> int:
+        """Bytes of weights that a call with so many rows reads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,10 @@ class TwoForms:
         """See `Projection.num_bytes`."""
         return self.few.num_bytes + self.many.num_bytes
 
+    def bytes_read(self, num_rows: int) -> int:
+        """See `ReadsByRows.bytes_read`: one of the forms."""
+        return self.few.num_bytes if num_rows <= self.most_few_rows else self.many.num_bytes
+
     def __call__(self, x: Tensor) -> Tensor:
         """See `Projection.__call__`."""
         return self.few(x) if x.shape[0] <= self.most_few_rows else self.many(x)

@@ -84,10 +84,10 @@ class Report:
         for name, title in names.items():
             times: Summary = getattr(self, name.lower())
             lines.append(_rule(title, "-"))
+            figures = {"Mean": times.mean_ms, "Median": times.median_ms, "P99": times.p99_ms}
             lines += [
-                _line(f"Mean {name} (ms)", f"{times.mean_ms:.2f}"),
-                _line(f"Median {name} (ms)", f"{times.median_ms:.2f}"),
-                _line(f"P99 {name} (ms)", f"{times.p99_ms:.2f}"),
+                _line(f"{kind} {name} (ms)", "-" if times.is_empty else f"{value:.2f}")
+                for kind, value in figures.items()
             ]
         return "\n".join([*lines, "=" * _RULE_WIDTH])
 

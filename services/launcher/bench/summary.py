@@ -16,6 +16,11 @@ class Summary:
     median_ms: float
     p99_ms: float
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there was no time at all: no event takes none."""
+        return not (self.mean_ms or self.median_ms or self.p99_ms)
+
     def __str__(self) -> str:
         return f"{self.mean_ms:.1f} / {self.median_ms:.1f} / {self.p99_ms:.1f}"
 

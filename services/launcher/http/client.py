@@ -50,15 +50,17 @@ class Client:
 
     def models(self) -> list[str]:
         """The names in /v1/models; ResponseError when there is no such list."""
-        response = self.get("/v1/models")
-        if response.status in (401, 403):
-            raise KeyWantedError(f"{self.address.url} wants a key, or another one: give it with --api-key")
-        if response.status != 200:
-            raise ResponseError(f"{self.address.url}/v1/models: {response.refusal()}")
-        match response.json():
+        match self._granted("/v1/models").json():
             case {"data": [*cards]}:
                 return [str(card["id"]) for card in cards if isinstance(card, dict) and "id" in card]
         raise ResponseError(f"{self.address.url}/v1/models is not a list of models")
+
+    def text(self, path: str) -> str:
+        """The body of an answer to a GET; ResponseError when it is refused or no UTF-8."""
+        try:
+            return self._granted(path).body.decode()
+        except UnicodeDecodeError:
+            raise ResponseError(f"{self.address.url}{path} is not UTF-8 text") from None
 
     def first_model(self) -> str:
         """The first name in /v1/models; ResponseError when there is none."""
@@ -92,6 +94,15 @@ class Client:
             raise ResponseError(response.refusal())
         if not response.is_event_stream:
             raise ResponseError(f"{self.address.url} does not stream: {response.headers.get('content-type')}")
+
+    def _granted(self, path: str) -> Response:
+        """The answer to a GET that is not refused."""
+        response = self.get(path)
+        if response.status in (401, 403):
+            raise KeyWantedError(f"{self.address.url} wants a key, or another one: give it with --api-key")
+        if response.status != 200:
+            raise ResponseError(f"{self.address.url}{path}: {response.refusal()}")
+        return response
 
     def _whole(self, method: str, path: str, content: bytes) -> Response:
         with closing(self._connect()) as sock:

@@ -174,6 +174,17 @@ def test_counts_travel_in_heartbeats(settings: Settings, net: Sockets) -> None:
         assert found["tokenway:worker_held_rows"] == 4
         assert found["tokenway:worker_kv_write_bytes_total"] == 28 * 2 * 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 4
         assert found["tokenway:worker_step_seconds_count"] == 5
+        of_stages = {tuple(key.split("\x1f")[2:]): value for key, value in beat.metrics.items() if "stage=" in key}
+        for stage, num_steps, num_tokens in (("prefill", 1, 12), ("decode", 4, 16)):
+            assert of_stages["tokenway:worker_stage_steps_total", f"stage={stage}"] == num_steps
+            assert of_stages["tokenway:worker_stage_tokens_total", f"stage={stage}"] == num_tokens
+            assert of_stages["tokenway:worker_stage_bytes_total", f"stage={stage}"] > 0
+            limit_s = [of_stages["tokenway:worker_stage_limit_seconds_total", f"stage={stage}", f"bound={bound}"]
+                       for bound in ("memory", "compute")]  # fmt: skip
+            assert 0 < sum(limit_s) < of_stages["tokenway:worker_stage_seconds_total", f"stage={stage}"]
+        assert of_stages["tokenway:worker_stage_seconds_total", "stage=sampling"] > 0
+        assert of_stages["tokenway:worker_load_bytes", "stage=disk"] > 10_000
+        assert any("worker_machine" in key and "device=cpu" in key for key in beat.metrics)
 
 
 # ---------------------------------------------------------------- what it does not take

@@ -28,7 +28,7 @@ class OpenAiServer:
     asked: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     other: dict[str, object] = field(default_factory=dict)
-    """More paths and the bodies that they answer with."""
+    """More paths and the bodies that they answer with: JSON, or a text as it is."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -79,7 +79,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b"data: %b\r\n\r\n" % json.dumps(value).encode())
 
     def _send(self, status: int, value: object) -> None:
-        content = json.dumps(value).encode()
+        content = value.encode() if isinstance(value, str) else json.dumps(value).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from services.launcher.bench.answers import Answer
 from services.launcher.bench.report import Report
 from services.launcher.bench.summary import Summary, summarize
+from services.launcher.cli import main
+from tests.unit.launcher.openai_server import openai_server
 
 times = st.floats(0.0005, 100)
 good_answers = st.builds(
@@ -77,3 +79,23 @@ def test_the_table_has_the_figures_of_other_load_tools() -> None:
     assert {name: figures[name].strip() for name in wanted} == wanted
     names = {f"{kind} {name} (ms)" for kind in ("Mean", "Median", "P99") for name in ("TTFT", "TPOT", "ITL", "E2E")}
     assert names <= set(figures)
+
+
+def test_times_that_nobody_has_seen_are_no_zeros() -> None:
+    lines = Report.of([Answer(first_s=0.1, total_s=0.1, prompt_tokens=10, output_tokens=1)], 2.0).table().splitlines()
+    figures = {name: value.strip() for name, value in (line.rsplit(":", 1) for line in lines if ":" in line)}
+    assert (figures["Mean TTFT (ms)"], figures["Mean TPOT (ms)"], figures["P99 ITL (ms)"]) == ("100.00", "-", "-")
+
+
+def test_a_run_without_an_answer_shows_its_failures_and_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "m", "--warm-up", "0", "--num-prompts", "3", "--input-tokens", "4"]
+    with openai_server() as server:
+        server.refusal = (503, "the queue is full")
+        for command in (["bench"], ["bench", "serve"]):
+            assert main([*command, "--url", server.url, *words]) == 1
+            told = capsys.readouterr()
+            assert told.out == ""
+            assert told.err.splitlines() == [
+                "tokenway: 3 x status 503: the queue is full",
+                "tokenway: none of 3 requests succeeded: nothing was measured",
+            ]

@@ -1,0 +1,157 @@
+"""gpu_worker: what the machine can do at most, measured at the start: the roof that steps are held against.
+
+Two numbers bound every step: bytes a second out of memory, and operations a second of a large product (S. Williams et
+al., "Roofline", CACM 52/4, 2009). They are measured with the threads, on the device and in the dtype of the worker,
+before it has any request: never beside work. What else the machine does at that moment makes them smaller.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import isqrt
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.gpu_worker.host_limits import available_memory_bytes
+from services.gpu_worker.products.kernels import PackedProjection, has_packed_float32
+from services.gpu_worker.timing import run_times_s
+
+_READING_S, _PRODUCTS_S, _TRIAL_S = 0.04, 0.05, 0.005  # runs are repeated for so long
+_CPU_SIDE, _TRIAL_SIDE = 1024, 256
+_PART_BYTES = 64 * 2**20  # read at once on a CPU: a run that another process disturbs is one of many
+_CUDA_SIDE = 8192
+_LEAST_CPU_BYTES, _MOST_CPU_BYTES = 64 * 2**20, 256 * 2**20
+_CUDA_BYTES = 2**30
+_UPLOAD_BYTES = 64 * 2**20
+_TIMES_CACHE = 4  # the buffer is so much larger than the largest cache, where memory allows it
+_MEMORY_SHARE = 8  # and takes at most this part of what is free
+_LINE = 1024  # numbers in a line of the matrix that the buffer is taken for
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLimits:
+    """Measured.
+
+    Attributes:
+        bytes_per_s: read from the device's memory.
+        operations_per_s: of a large product.
+        upload_bytes_per_s: from page-locked memory of the host to the device; 0 where the device is the host.
+    """
+
+    bytes_per_s: float
+    operations_per_s: float
+    upload_bytes_per_s: float = 0.0
+
+
+def machine_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
+    """Measures a device; the same again in this process is known already.
+
+    Args:
+        device: where the model runs.
+        dtype: that products are computed in.
+    """
+    return _measured(device, dtype, torch.get_num_threads())
+
+
+@functools.cache
+def _measured(device: torch.device, dtype: torch.dtype, num_threads: int) -> MachineLimits:
+    if device.type == "cpu":
+        return _measure_cpu(device, dtype, num_threads)
+    free, _ = torch.cuda.mem_get_info(device)
+    num_bytes = min(_CUDA_BYTES, free // (2 * _MEMORY_SHARE))
+    return MachineLimits(
+        measure_reading(device, num_bytes),
+        measure_products(device, dtype, min(_CUDA_SIDE, isqrt(num_bytes // (2 * dtype.itemsize)))),
+        _measure_upload(device, min(_UPLOAD_BYTES, num_bytes)),
+    )
+
+
+def _measure_cpu(device: torch.device, dtype: torch.dtype, num_threads: int) -> MachineLimits:
+    """The best of all threads and of one: threads that wait for each other on a busy machine are slower than one."""
+    buffer = _buffer(device, cpu_buffer_bytes())
+    reading, products = [], []
+    try:
+        for count in sorted({1, num_threads}):
+            torch.set_num_threads(count)
+            reading.append(_reading_rate(buffer))
+            products.append(_measure_cpu_products(dtype))
+    finally:
+        torch.set_num_threads(num_threads)
+    return MachineLimits(max(reading), max(products))
+
+
+def cpu_buffer_bytes(caches: Path = _CACHES) -> int:
+    """How much is read on a CPU: far more than its caches hold, but no large part of the memory."""
+    wanted = max(_LEAST_CPU_BYTES, _TIMES_CACHE * max(_cache_sizes(caches), default=0))
+    return min(wanted, _MOST_CPU_BYTES, available_memory_bytes() // _MEMORY_SHARE)
+
+
+def measure_reading(device: torch.device, num_bytes: int) -> float:
+    """Bytes a second of the fastest way that torch has to read so many bytes, one part of them after another."""
+    return _reading_rate(_buffer(device, num_bytes))
+
+
+def _buffer(device: torch.device, num_bytes: int) -> Tensor:
+    """A matrix of so many bytes, written: memory that never was is no memory."""
+    return torch.ones(max(1, num_bytes // (4 * _LINE)), _LINE, device=device)
+
+
+def _reading_rate(matrix: Tensor) -> float:
+    device, num_lines = matrix.device, len(matrix)
+    if device.type == "cuda":
+        target = torch.empty_like(matrix)
+        seconds = [_least_s(device, matrix.sum, _READING_S), _least_s(device, lambda: target.copy_(matrix), _READING_S)]
+        return matrix.nbytes * max(1 / seconds[0], 2 / seconds[1])
+    lines = min(num_lines, _PART_BYTES // (4 * _LINE))
+    parts = [matrix[start : start + lines] for start in range(0, num_lines - lines + 1, lines)]
+    vector = torch.ones(_LINE)
+    part = itertools.cycle(parts)
+    ways: list[Callable[[], object]] = [lambda: next(part).sum(), lambda: next(part) @ vector]
+    return parts[0].nbytes / min(_least_s(device, way, _READING_S / len(ways)) for way in ways)
+
+
+def measure_products(device: torch.device, dtype: torch.dtype, side: int) -> float:
+    """Operations a second of the product of two square matrices of random numbers: a GPU runs slower with these."""
+    left, right = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
+    return 2 * side**3 / _least_s(device, lambda: left @ right, _PRODUCTS_S)
+
+
+def _measure_cpu_products(dtype: torch.dtype) -> float:
+    """Of a large product, in the way that is fastest for a smaller one."""
+    cpu = torch.device("cpu")
+
+    def way_of(is_packed: bool, side: int) -> Callable[[], object]:
+        ones = torch.ones(side, side)
+        if is_packed:
+            return functools.partial(PackedProjection(ones, None, dtype), ones)
+        return functools.partial(torch.matmul, ones.to(dtype), ones.to(dtype))
+
+    ways = [False, True] if has_packed_float32() else [False]
+    best = min(ways, key=lambda is_packed: _least_s(cpu, way_of(is_packed, _TRIAL_SIDE), _TRIAL_S))
+    return 2 * _CPU_SIDE**3 / _least_s(cpu, way_of(best, _CPU_SIDE), _PRODUCTS_S)
+
+
+def _measure_upload(device: torch.device, num_bytes: int) -> float:
+    source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return num_bytes / _least_s(device, lambda: target.copy_(source, non_blocking=True), _TRIAL_S)
+
+
+def _least_s(device: torch.device, run: Callable[[], object], most_s: float) -> float:
+    """Seconds of the shortest run of many: what else the machine does only makes them longer."""
+    return min(run_times_s(device, run, most_s))
+
+
+def _cache_sizes(caches: Path) -> Iterable[int]:
+    """Bytes of each cache of a core; none where the system does not tell."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    for path in caches.glob("index*/size"):
+        text = path.read_text(encoding="ascii").strip()
+        if text[:-1].isdigit() and text[-1] in units:
+            yield int(text[:-1]) * units[text[-1]]

@@ -1,0 +1,109 @@
+"""The worker's measurements of itself: what is run, and what is told of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.gpu_worker.bench.__main__ import main
+from services.gpu_worker.bench.engine import bench_engine
+from services.gpu_worker.bench.kernel_cases import (
+    Place,
+    attention_cases,
+    operator_cases,
+    product_cases,
+    sampling_cases,
+)
+from services.gpu_worker.bench.kernels import bench_kernels
+from services.gpu_worker.bench.report import BenchError
+from services.gpu_worker.products.four_bit import has_four_bit_products
+from services.gpu_worker.products.kernels import has_fast_bfloat16, has_packed_float32
+from services.gpu_worker.weights import LoadedModel
+from services.runtime.config import Settings
+from tests.unit.gpu_worker.step_bench import CPU
+from tests.unit.gpu_worker.worker_peer import MAX_ROWS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ENGINE = ["--context", "70", "--steps", "3", "--sampling"]
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_steps_are_measured_and_held_against_the_limits(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    bench_engine(settings, ["--rows", "1", "4", *ENGINE, "drawn"])
+    machine, *told = lines_of(capsys)
+    assert machine["machine"]["threads"] == 1
+    rows = [line["row"] for line in told]
+    assert [(row["stage"], row["rows"], row["context"]) for row in rows] == [
+        ("prefill", 1, 70), ("decode", 1, 70), ("prefill", 4, 70), ("decode", 4, 70),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["step_over_forward"] >= 1
+        assert min(row[name] for name in ("tokens_per_s", "bytes_per_s", "operations_per_s", "share")) > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--rows", "9", *ENGINE], f"9 rows are more than --max-running-requests {MAX_ROWS}"),
+        (["--rows", "6", *ENGINE], r"6 rows of 76 tokens do not fit a pool of 400 \(--kv-cache-tokens\)"),
+        (
+            ["--rows", "1", "--context", "300", "--steps", "1", "--sampling"],
+            "304 tokens of a row are more than the con",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_runs(
+    words: list[str], problem: str, settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(BenchError, match=problem):
+        bench_engine(settings, [*words, "greedy"])
+    assert len(lines_of(capsys)) == 1
+
+
+def test_each_kernel_is_measured_in_each_form(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    bench_kernels(settings, ["--rows", "1", "3", "--contexts", "9", "--seconds", "0.0001"])
+    _, *told = lines_of(capsys)
+    rows = [line["row"] for line in told]
+    kinds = {row["kernel"].split()[0].rstrip(",") for row in rows}
+    assert kinds == {"qkv", "output", "gate_up", "down", "attention", "sum", "gate", "sampling"}
+    assert all(row["us"] > 0 and row["share"] > 0 for row in rows)
+
+
+def test_the_costs_of_cases_are_those_of_what_they_run(model: LoadedModel) -> None:
+    config = dataclasses.replace(model.config, hidden_size=64)  # whole groups of 32 inputs
+    place = Place(config, CPU, torch.float32)
+    products = [case for case in product_cases(place, [5]) if case.kernel.startswith("output")]
+    width = config.num_heads * config.head_dim
+    assert all(case.num_operations == 2 * 5 * 64 * width for case in products)
+    assert products[0].num_bytes == 4 * (64 * width + 5 * (64 + width))
+    forms = {case.form for case in product_cases(place, [1])}
+    assert ("packed float32" in forms, "packed bfloat16" in forms) == (has_packed_float32(), has_fast_bfloat16())
+    assert ("4 bits" in forms) == has_four_bit_products()
+    decode, prefill = attention_cases(place, 4, [3], [9])
+    per_pair = 4 * config.num_heads * config.head_dim
+    assert (decode.num_operations, prefill.num_operations) == (3 * 9 * per_pair, 45 * per_pair)
+    kv_bytes = 2 * config.num_kv_heads * config.head_dim * 4
+    assert decode.num_bytes == 3 * 9 * kv_bytes + 2 * 3 * width * 4
+    for case in [*products, decode, prefill, *operator_cases(place, [2]), *sampling_cases(place, [2])]:
+        case.run()
+        case.run()
+
+
+def test_what_cannot_be_measured_is_the_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOKENWAY_MODEL", str(tmp_path / "nothing"))
+    monkeypatch.setenv("TOKENWAY_DEVICE", "cpu")
+    monkeypatch.setenv("TOKENWAY_NUM_THREADS", "1")
+    assert main(["kernels", "--rows", "1", "--contexts", "1", "--seconds", "1"]) == 1
+    [line] = lines_of(capsys)
+    assert str(tmp_path / "nothing") in line["error"]
