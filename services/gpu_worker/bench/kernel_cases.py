@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 
 from services.gpu_worker.attention import attention_for
-from services.gpu_worker.four_bit_grid import GROUP, FourBitGrid
 from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.models.projection import DenseProjection, Projection
 from services.gpu_worker.products.four_bit import FourBitProjection, fits_four_bit
+from services.gpu_worker.products.grid import GridProjection, fits_grid_loop
 from services.gpu_worker.products.kernels import PackedProjection, has_fast_bfloat16, has_packed_float32
 from services.gpu_worker.sampler import sample
 from services.gpu_worker.sampling_table import SamplingTable
 from services.gpu_worker.step_inputs import StepRow, build_step_inputs
+from services.gpu_worker.weight_grid import GROUP, WeightGrid
 from services.wire.request_params import SamplingParams
 
 _ROUND_BYTES = 256 * 2**20  # of matrices, or of a pool, that a case goes round through at most
@@ -114,9 +115,11 @@ def _forms(place: Place, num_outputs: int, num_inputs: int) -> Iterator[_Form]:
     if num_inputs % GROUP == 0:
         scales = torch.rand(num_outputs, num_inputs // GROUP)
         codes = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8)
-        grid = FourBitGrid(codes, scales, -8 * scales)
+        grid = WeightGrid(codes, scales, -8 * scales)
         if fits_four_bit(grid):
             yield _Form("4 bits", place.dtype, lambda: FourBitProjection(grid, None))
+        if fits_grid_loop(grid):
+            yield _Form("4 bits, own loop", place.dtype, lambda: GridProjection(grid, None))
 
 
 def _copies(make: Callable[[], Projection], num_layers: int) -> list[Projection]:
