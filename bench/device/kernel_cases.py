@@ -11,10 +11,12 @@ from itertools import product
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.attention.paged_triton import PagedTritonAttention
 from services.gpu_worker.attention.reference import ReferenceAttention
+from services.gpu_worker.kernels.grouped_product import grouped_product
 from services.gpu_worker.kernels.operators import FusedOperators
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.models.operators import PlainOperators
@@ -162,6 +164,44 @@ def rotary_results(case: RotaryCase, device: torch.device) -> list[tuple[Tensor,
         (pools[0].keys, pools[1].keys),
         (pools[0].values, pools[1].values),
     ]
+
+
+@dataclass(frozen=True)
+class GroupedCase:
+    """Rows of experts, sorted by expert: how many each has."""
+
+    counts: tuple[int, ...]
+    width: int = 72
+    num_columns: int = 40
+    dtype: torch.dtype = torch.float32
+
+
+def grouped_cases() -> Iterator[GroupedCase]:
+    """Experts without rows at every place, one row and many, tiles that are full and not, any number of experts."""
+    for counts, dtype in product(
+        ((3, 0, 17), (0, 0, 1, 0), (40, 5, 0, 0, 33, 1), (2,) * 8 + (0,) * 5, (16, 32), (7,)),
+        (torch.float32, torch.bfloat16, torch.float16),
+    ):
+        yield GroupedCase(counts, dtype=dtype)
+    yield GroupedCase((200, 0, 100, 1), 64, 130)  # high tiles, columns of several
+    yield GroupedCase((1, 2), 5, 3)  # matrices smaller than a tile
+
+
+def grouped_results(case: GroupedCase, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The product with all experts at once, and one after another: [num_rows, num_columns] each."""
+    x, stack, ends = grouped_inputs(case, device)
+    parts = zip(torch.split_with_sizes(x, list(case.counts)), stack, strict=True)
+    expected = torch.cat([functional.linear(rows.float(), matrix.float()) for rows, matrix in parts])
+    return grouped_product(x, stack, ends), expected.to(case.dtype)
+
+
+def grouped_inputs(case: GroupedCase, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments of a `GroupedProduct`; results are around 1."""
+    generator = torch.Generator().manual_seed(13)
+    x = torch.randn(sum(case.counts), case.width, generator=generator)
+    stack = torch.randn(len(case.counts), case.num_columns, case.width, generator=generator) * case.width**-0.5
+    ends = torch.tensor(case.counts).cumsum(0).to(torch.int32)
+    return x.to(device, case.dtype), stack.to(device, case.dtype), ends.to(device)
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

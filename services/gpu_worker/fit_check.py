@@ -161,7 +161,10 @@ def _sizes(settings: Settings, config: ModelConfig, dtype: torch.dtype, device: 
 def activation_bytes(settings: Settings, config: ModelConfig, dtype: torch.dtype, num_tokens: int) -> int:
     """About what the largest step takes and gives back: one layer's intermediate results, and its rows' logits."""
     attention = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    per_token = (4 * config.hidden_size + 2 * attention + 3 * config.intermediate_size) * dtype.itemsize
+    width = 3 * config.intermediate_size
+    if config.experts is not None:  # a line for each expert that a token goes through, in, within and out, and joined
+        width = max(width, config.experts.num_chosen * (3 * config.experts.intermediate_size + 3 * config.hidden_size))
+    per_token = (4 * config.hidden_size + 2 * attention + width) * dtype.itemsize
     rows = min(num_tokens, settings.max_running_requests)
     return num_tokens * per_token + _LOGITS_COPIES * 4 * rows * config.vocab_size
 

@@ -23,7 +23,7 @@ from services.gpu_worker.grammar_rows import GrammarRows
 from services.gpu_worker.graph_warm_up import graph_device, record_graphs
 from services.gpu_worker.held_rows import WorkerSizes
 from services.gpu_worker.host_limits import keep_freed_memory, keep_to_share, share_of_cores
-from services.gpu_worker.kernels import operators_for, triton_problem
+from services.gpu_worker.kernels import operators_for, triton_problem, with_fast_experts
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.largest_step import run_largest_step
 from services.gpu_worker.load_progress import LoadProgress
@@ -77,7 +77,7 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     set_up_threads(settings, device)
     keep_freed_memory()
     model, digest = _load(settings, device, pump)
-    config, weights = model.config, model.weights
+    config, weights = model.config, with_fast_experts(model.weights, device)
     max_model_len = choose_context(settings, config)
     dtype = weights.embedding.dtype
     attention = _attention(settings, device, dtype, config.head_dim)

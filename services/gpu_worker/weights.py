@@ -151,7 +151,7 @@ def load_laid_out(
         head = forms.lay_out(outside.head, None)
         layers = []
         for index in range(config.num_layers):
-            layer = allocate_layer(config, *place)
+            layer = allocate_layer(config, *place, index)
             layers.append(_laid_out(reader, layer, list(layer_placements(config, layer, index)), forms))
     weights = DecoderWeights(outside.embedding, tuple(layers), outside.final_norm, head, outside.rotary_frequencies)
     return RunnableModel(config, weights, reader.report())
@@ -169,9 +169,10 @@ def laid_out_bytes(config: ModelConfig, forms: Forms, on_grid: Set[str] = frozen
     outside = allocate_outside(config, *meta)
     num_bytes = outside.embedding.nbytes + forms.expect(outside.head.weight.numel(), False)
     for index in range(config.num_layers):
-        layer = allocate_layer(config, *meta)
+        layer = allocate_layer(config, *meta, index)
         for item in layer_placements(config, layer, index):
-            if item.target.dim() == 2:
+            is_router = layer.experts is not None and item.target is layer.experts.router
+            if item.target.dim() == 2 and not is_router:
                 num_bytes += forms.expect(item.target.numel(), forms.reads_grids and item.name in on_grid)
             else:
                 num_bytes += item.target.nbytes
@@ -234,10 +235,9 @@ def _laid_out(
 
     def laid_out(dense: DenseProjection) -> Projection:
         # The parts of a fused matrix are views of it, in the order of its rows.
-        memory = dense.weight.untyped_storage().data_ptr()
-        parts = [
-            grid for item, grid in zip(items, grids, strict=True) if item.target.untyped_storage().data_ptr() == memory
-        ]
+        begin = dense.weight.data_ptr()
+        memory = range(begin, begin + dense.weight.nbytes)
+        parts = [grid for item, grid in zip(items, grids, strict=True) if item.target.data_ptr() in memory]
         known = [part for part in parts if part is not None]
         return forms.lay_out(dense, stacked(known) if len(known) == len(parts) else None)
 

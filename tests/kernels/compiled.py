@@ -16,12 +16,18 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from bench.device import kernel_cases
-from bench.device.kernel_cases import AttentionCase, RotaryCase
+from bench.device.kernel_cases import AttentionCase, GroupedCase, RotaryCase
 
 CPU = torch.device("cpu")
 TARGETS = (80, 90)  # A100, H100 and H200
 _OPTIONS = ("num_warps", "num_stages")
-_TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 
 _compiled: set[tuple[object, ...]] = set()
 
@@ -35,6 +41,8 @@ def main() -> None:
         kernel_cases.rotary_results(RotaryCase(3, 16, 8, 128, dtype=dtype), CPU)
         kernel_cases.norm_results(1, 5120, dtype, CPU)
         kernel_cases.gated_results(1, 17408, dtype, CPU)
+    for counts, dtype in (((1,) * 128, torch.bfloat16), ((128,) * 128, torch.bfloat16), ((64,) * 128, torch.float32)):
+        kernel_cases.grouped_results(GroupedCase(counts, 64, 1536, dtype), CPU)
     kernel_cases.rotary_results(RotaryCase(70, 9, 3, 64, dtype=torch.bfloat16), CPU)
 
 
@@ -57,9 +65,9 @@ def _compile_launch(self: JITFunction[Any], *arguments: object, grid: object, wa
     values = dict(zip(self.arg_names, arguments, strict=False)) | named
     constants = {parameter.name: values[parameter.name] for parameter in self.params if parameter.is_constexpr}
     if "in_float32" in constants:  # which the CPU's tensors have made true
-        queries = values["queries"]
-        assert isinstance(queries, torch.Tensor)
-        constants["in_float32"] = queries.dtype == torch.float32
+        left = values.get("queries", values.get("x"))
+        assert isinstance(left, torch.Tensor)
+        constants["in_float32"] = left.dtype == torch.float32
     signature = {name: "constexpr" if name in constants else _type_of(values[name]) for name in self.arg_names}
     for architecture in TARGETS:
         key = (self.__name__, architecture, *signature.items(), *constants.items(), *options.items())

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 _SHARED_BYTES = {"80": 163 * 1024, "90": 227 * 1024}  # most that a program may have on A100, on H100 and H200
-_KERNELS = {"_attend_split", "_join_splits", "_attend_block", "_rotate_and_write", "_add_norm", "_gated"}
+_KERNELS = {
+    "_attend_split",
+    "_join_splits",
+    "_attend_block",
+    "_rotate_and_write",
+    "_add_norm",
+    "_gated",
+    "_multiply_tile",
+}
 
 
 @pytest.mark.timeout(400)
