@@ -17,29 +17,36 @@ from bench.random_checkpoints import Shape, write_checkpoint
 from services.gpu_worker.attention import attention_for
 from services.gpu_worker.decode_graphs import GraphLimits
 from services.gpu_worker.graph_device import CudaGraphDevice
-from services.gpu_worker.kernels import operators_for, with_fast_experts
+from services.gpu_worker.kernels import operators_for, rounding_for, with_fast_experts
 from services.gpu_worker.kernels.grouped_choice import grouped_product_for, torch_or_ours, torch_product
 from services.gpu_worker.kernels.grouped_product import grouped_product
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
+from services.gpu_worker.models.projection import DenseProjection
+from services.gpu_worker.products.fp8 import Fp8Projection
 from services.gpu_worker.step_inputs import StepRow, build_step_inputs
 from services.gpu_worker.weights import load_model
 from services.model_files.source import open_model
 
 _PAGE_SIZE, _MAX_LENGTH, _MAX_ROWS = 4, 100, 24
+_MOST_OFF = 0.005  # numbers of which the kernel rounds another way: ties, after a division that is not exact
+_MOST_FP8_ERROR = 0.06  # of a product of random numbers: each is off by 2.6 % of itself on average, weights and inputs
 _MOST_DIFFERENCE = 1e-3  # float32, of logits some units wide; the order of sums depends on the number of splits
 
 
 def check_kernels(device: torch.device) -> Iterator[Outcome]:
     """Every case that the interpreter is given, for real: the largest difference of each kind."""
+    has_fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
     attention = [
         difference(*kernel_cases.attention_results(case, device)) / TOLERANCES[case.dtype]
         for case in kernel_cases.attention_cases()
+        if case.kv_dtype is None or has_fp8
     ]
     yield _worst("attention", attention)
     rotary = [
         difference(found, expected) / TOLERANCES[case.dtype]
         for case in kernel_cases.rotary_cases()
+        if case.kv_dtype is None or has_fp8
         for found, expected in kernel_cases.rotary_results(case, device)
     ]
     yield _worst("rotation and KV write", rotary)
@@ -57,7 +64,25 @@ def check_kernels(device: torch.device) -> Iterator[Outcome]:
         for case in kernel_cases.grouped_cases()
     ]
     yield _worst("products with experts", grouped)
+    if has_fp8:
+        found, expected = kernel_cases.rounding_results(64, 5120, torch.bfloat16, device)
+        off = float((found != expected).float().mean())
+        yield held("kernels, rows in 8 bits", off < _MOST_OFF, f"{off:.2%} of the numbers are others")
+        yield from _fp8_product(device)
     yield from _experts_speed(device)
+
+
+def _fp8_product(device: torch.device) -> Iterator[Outcome]:
+    """A matrix as Qwen3-14B's in 8 bits against itself: how far off, and beside bfloat16 how fast."""
+    weight = torch.randn(17408, 5120, device=device, dtype=torch.bfloat16) * 0.02
+    dense, eight = DenseProjection(weight), Fp8Projection(weight, None, rounding_for(device))
+    for rows in (1, 64, 2048):
+        x = torch.randn(rows, 5120, device=device, dtype=torch.bfloat16)
+        expected = dense(x).float()
+        error = float((eight(x).float() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+        times = [1e6 * median_s(device, partial(projection, x)) for projection in (eight, dense)]
+        figure = f"off by {error:.1%}, {times[0]:.0f} us, bfloat16 {times[1]:.0f} us"
+        yield held(f"product in 8 bits, {rows} rows", error < _MOST_FP8_ERROR, figure)
 
 
 def _experts_speed(device: torch.device) -> Iterator[Outcome]:

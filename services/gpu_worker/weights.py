@@ -34,6 +34,9 @@ from services.gpu_worker.weight_sources.source import LoadMeter, WeightSource
 from services.model_files.errors import ModelFileError
 from services.model_files.source import ModelFiles
 
+Place = tuple[torch.dtype, torch.device]
+CPU_FLOAT32: Place = (torch.float32, torch.device("cpu"))
+
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
@@ -127,9 +130,12 @@ def load_model(
 
 
 def load_laid_out(
-    files: ModelFiles, forms: Forms, progress: Callable[[int, int], None] = lambda num_bytes, num_bytes_total: None
+    files: ModelFiles,
+    forms: Forms,
+    progress: Callable[[int, int], None] = lambda num_bytes, num_bytes_total: None,
+    place: Place = CPU_FLOAT32,
 ) -> RunnableModel:
-    """Loads a model for the CPU in float32, each matrix in the form in which it runs.
+    """Loads a model, each matrix in the form in which it runs.
 
     Layer by layer: beside what is kept, no more than one layer's plain matrices (and those outside of layers) are in
     memory at a time.
@@ -138,12 +144,13 @@ def load_laid_out(
         files: the model on disk.
         forms: what becomes of each matrix.
         progress: see `load_model`.
+        place: dtype and device of the plain matrices that forms are made of.
 
     Raises:
         ModelFileError: see `load_model`.
     """
     reader = _Reader(files, progress)
-    config, place = reader.config, (torch.float32, torch.device("cpu"))
+    config = reader.config
     outside = allocate_outside(config, *place)
     with torch.inference_mode():
         for item in outside_placements(config, outside):
@@ -163,9 +170,11 @@ def grid_names(files: ModelFiles) -> frozenset[str]:
     return frozenset(name for name in source.tensors if source.has_grid(name))
 
 
-def laid_out_bytes(config: ModelConfig, forms: Forms, on_grid: Set[str] = frozenset()) -> int:
-    """About what a model takes in memory once `load_laid_out` has loaded it; `on_grid`: see `grid_names`."""
-    meta = (torch.float32, torch.device("meta"))
+def laid_out_bytes(
+    config: ModelConfig, forms: Forms, on_grid: Set[str] = frozenset(), dtype: torch.dtype = torch.float32
+) -> int:
+    """About what a model takes in memory once `load_laid_out` has loaded it in a dtype; `on_grid`: see `grid_names`."""
+    meta = (dtype, torch.device("meta"))
     outside = allocate_outside(config, *meta)
     num_bytes = outside.embedding.nbytes + forms.expect(outside.head.weight.numel(), False)
     for index in range(config.num_layers):

@@ -34,5 +34,6 @@ def test_every_kernel_compiles_for_real_devices(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert {(name, target) for name, target, _ in lines} == {(name, t) for name in _KERNELS for t in _SHARED_BYTES}
+    expected = {(name, target) for name in _KERNELS for target in _SHARED_BYTES} | {("_round_row", "90")}
+    assert {(name, target) for name, target, _ in lines} == expected
     assert all(int(shared) <= _SHARED_BYTES[target] for _, target, shared in lines)

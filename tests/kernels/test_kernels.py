@@ -38,6 +38,13 @@ def test_a_product_with_experts_has_a_program_for_every_tile(counts: list[int]) 
     assert needed <= most_tiles(sum(counts), len(counts), row_block) <= needed + len(counts)
 
 
+@pytest.mark.parametrize(("width", "dtype"), [(64, torch.bfloat16), (1000, torch.bfloat16), (576, torch.float32)])
+def test_rows_are_rounded_to_8_bits_as_the_plain_way_does(width: int, dtype: torch.dtype) -> None:
+    found, expected = kernel_cases.rounding_results(3, width, dtype, CPU)
+    assert (found != expected).float().mean() < 0.005
+    torch.testing.assert_close(found, expected, rtol=0.13, atol=1e-6)
+
+
 def test_torchs_product_with_experts_is_ours_and_taken_for_many_rows() -> None:
     case = GroupedCase((130, 0, 190), 64, 48, torch.bfloat16)
     x, stack, ends = kernel_cases.grouped_inputs(case, CPU)

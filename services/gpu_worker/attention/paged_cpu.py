@@ -15,6 +15,7 @@ from torch import Tensor
 from services.gpu_worker.attention.backend import rotate_then_write
 from services.gpu_worker.attention.row_span import RowSpan, additive_mask, attend_span, row_spans
 from services.gpu_worker.attention.sparse_decode import SparseDecode, has_sparse_products
+from services.gpu_worker.fp8 import is_fp8
 from services.gpu_worker.kv_cache import KvCache
 from services.gpu_worker.step_inputs import StepInputs
 
@@ -24,7 +25,7 @@ class PagedCpuAttention:
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Finds out whether there are sparse products for the pool's dtype; if not, decoding rows go as others do."""
-        self._decodes_sparsely = has_sparse_products(dtype)
+        self._decodes_sparsely = not is_fp8(dtype) and has_sparse_products(dtype)
 
     def begin_step(self, inputs: StepInputs, kv_cache: KvCache) -> PagedCpuStep:
         """See `AttentionBackend.begin_step`."""
@@ -52,7 +53,7 @@ class PagedCpuStep:
 
     def attend(self, layer: int, queries: Tensor, window: int | None) -> Tensor:
         """See `StepAttention.attend`."""
-        layout = self._layout(window, queries.shape[1])
+        layout = self._layout(window, queries)
         keys, values = self._kv_cache.key_slots(layer), self._kv_cache.value_slots(layer)
         if layout.decode is not None and not layout.contexts:
             return layout.decode.attend(queries, keys, values)
@@ -61,24 +62,25 @@ class PagedCpuStep:
             attended[layout.decode.tokens] = layout.decode.attend(queries, keys, values)
         for context in layout.contexts:
             tokens = context.span.tokens
-            attended[tokens] = attend_span(queries[tokens], context.read(keys), context.read(values), context.mask)
+            read_keys, read_values = (context.read(pool).to(queries.dtype) for pool in (keys, values))
+            attended[tokens] = attend_span(queries[tokens], read_keys, read_values, context.mask)
         return attended
 
-    def _layout(self, window: int | None, num_heads: int) -> _Layout:
+    def _layout(self, window: int | None, queries: Tensor) -> _Layout:
         if window is not None and window >= self._longest:
             window = None
         if window not in self._layouts:
-            self._layouts[window] = self._lay_out(window, num_heads)
+            self._layouts[window] = self._lay_out(window, queries.shape[1], queries.dtype)
         return self._layouts[window]
 
-    def _lay_out(self, window: int | None, num_heads: int) -> _Layout:
+    def _lay_out(self, window: int | None, num_heads: int, dtype: torch.dtype) -> _Layout:
         decoding: list[RowSpan] = []
         contexts: list[_Context] = []
         for span in row_spans(self._inputs, window):
             if span.num_new == 1 and self._decodes_sparsely:
                 decoding.append(span)
                 continue
-            mask = additive_mask(span, window, self._kv_cache.shape.dtype, self._inputs.positions.device)
+            mask = additive_mask(span, window, dtype, self._inputs.positions.device)
             contexts.append(_Context(span, mask, self._slots(span)))
         decode = SparseDecode(self._inputs, decoding, num_heads, self._kv_cache) if decoding else None
         return _Layout(decode, contexts)

@@ -16,6 +16,7 @@ import torch
 from services.gpu_worker.models.layer_weights import DecoderWeights
 from services.gpu_worker.models.operators import Operators, PlainOperators
 from services.gpu_worker.models.projection import Projection
+from services.gpu_worker.products.fp8 import RoundRows, round_rows
 
 P = TypeVar("P", bound=Projection)
 
@@ -41,6 +42,15 @@ def with_fast_experts(weights: DecoderWeights[P], device: torch.device) -> Decod
     from services.gpu_worker.kernels.grouped_choice import grouped_product_for  # only where Triton works
 
     return weights.with_grouped_product(grouped_product_for(device, weights.embedding.dtype))
+
+
+def rounding_for(device: torch.device) -> RoundRows:
+    """How inputs of 8-bit products are rounded: by a kernel on a CUDA device where Triton works."""
+    if device.type != "cuda" or triton_problem():
+        return round_rows
+    from services.gpu_worker.kernels import fp8_rows  # only where Triton works
+
+    return fp8_rows.round_rows
 
 
 def operators_for(device: torch.device) -> Operators:
