@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 SLIDING_WINDOW = 24
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a model is."""
+    """How large a model is; the experts are those of qwen3_moe, whose first layer is dense."""
 
     vocab_size: int = 160
     hidden_size: int = 64
@@ -29,6 +29,9 @@ class Shape:
     num_kv_heads: int = 2
     head_dim: int = 16
     max_positions: int = 512
+    num_experts: int = 8
+    num_chosen: int = 2
+    expert_size: int = 32
 
 
 def write_checkpoint(folder: Path, family: str, shape: Shape | None = None, seed: int = 0) -> Path:
@@ -87,11 +90,19 @@ def _config(family: str, shape: Shape) -> dict[str, object]:
     }
     if family == "mistral":
         config["sliding_window"] = SLIDING_WINDOW
+    if family == "qwen3_moe":
+        config |= {
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.num_chosen,
+            "moe_intermediate_size": shape.expert_size,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+        }
     return config
 
 
 def _sizes(family: str, shape: Shape) -> dict[str, tuple[int, ...]]:
-    hidden, inner = shape.hidden_size, shape.intermediate_size
+    hidden = shape.hidden_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
     for index in range(shape.num_layers):
@@ -103,13 +114,24 @@ def _sizes(family: str, shape: Shape) -> dict[str, tuple[int, ...]]:
             f"{layer}.self_attn.k_proj.weight": (keys, hidden),
             f"{layer}.self_attn.v_proj.weight": (keys, hidden),
             f"{layer}.self_attn.o_proj.weight": (hidden, queries),
-            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
-            f"{layer}.mlp.up_proj.weight": (inner, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, inner),
         }
+        if family == "qwen3_moe" and index > 0:
+            sizes[f"{layer}.mlp.gate.weight"] = (shape.num_experts, hidden)
+            for expert in range(shape.num_experts):
+                sizes |= _gated_sizes(f"{layer}.mlp.experts.{expert}", hidden, shape.expert_size)
+        else:
+            sizes |= _gated_sizes(f"{layer}.mlp", hidden, shape.intermediate_size)
         if family == "qwen2":
             sizes |= {f"{layer}.self_attn.{name}_proj.bias": (size,) for name, size in
                       (("q", queries), ("k", keys), ("v", keys))}  # fmt: skip
-        if family == "qwen3":
+        if family.startswith("qwen3"):
             sizes |= {f"{layer}.self_attn.{name}_norm.weight": (shape.head_dim,) for name in ("q", "k")}
     return sizes | {"model.norm.weight": (hidden,), "lm_head.weight": (shape.vocab_size, hidden)}
+
+
+def _gated_sizes(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.gate_proj.weight": (inner, hidden),
+        f"{prefix}.up_proj.weight": (inner, hidden),
+        f"{prefix}.down_proj.weight": (hidden, inner),
+    }

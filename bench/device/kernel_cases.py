@@ -11,20 +11,26 @@ from itertools import product
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.attention.paged_triton import PagedTritonAttention
 from services.gpu_worker.attention.reference import ReferenceAttention
+from services.gpu_worker.fp8 import E4M3, E5M2
+from services.gpu_worker.kernels import fp8_rows
+from services.gpu_worker.kernels.grouped_product import grouped_product
 from services.gpu_worker.kernels.operators import FusedOperators
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.models.operators import PlainOperators
 from services.gpu_worker.models.rotary import rotary_cos_sin, rotate
+from services.gpu_worker.products.fp8 import round_rows
 from services.gpu_worker.step_inputs import StepRow, build_step_inputs
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 4e-3}
 """Most that a kernel may differ by, of numbers around 1: some units of the last place."""
 
 _EPS = 1e-5
+_MOST_KEYS_OFF = 0.1
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class AttentionCase:
     Attributes:
         rows: (computed tokens, new tokens) of each.
         num_processors: decides into how many splits a decoding row is cut.
+        kv_dtype: of the pool, None: as `dtype`.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -44,6 +51,7 @@ class AttentionCase:
     window: int | None = None
     dtype: torch.dtype = torch.float32
     num_processors: int = 1
+    kv_dtype: torch.dtype | None = None
 
 
 def lengths_around(page_size: int) -> list[int]:
@@ -69,13 +77,16 @@ def attention_cases() -> Iterator[AttentionCase]:
     yield AttentionCase(((900, 1), (300, 1)), 16, 64, window=200, num_processors=8)
     yield AttentionCase(((30, 1), (4, 20)), 16, 80, group=2)  # heads that are no power of two wide
     yield AttentionCase(((10, 100), (0, 70)), 16, 64)  # several blocks of queries
+    for dtype, kv_dtype in product((torch.float32, torch.bfloat16), (E4M3, E5M2)):
+        mixed = ((300, 1), (0, 1), (20, 30), (0, 17))
+        yield AttentionCase(mixed, 16, 64, group=2, dtype=dtype, num_processors=4, kv_dtype=kv_dtype)
 
 
 def attention_results(case: AttentionCase, device: torch.device) -> tuple[Tensor, Tensor]:
     """What our kernels give, and what the reference gives: [num_tokens, num_heads, head_dim] each."""
     generator = torch.Generator().manual_seed(11)
     pages_of = [-(-(computed + new) // case.page_size) for computed, new in case.rows]
-    shape = KvCacheShape(1, case.num_kv_heads, case.head_dim, case.page_size, case.dtype)
+    shape = KvCacheShape(1, case.num_kv_heads, case.head_dim, case.page_size, case.kv_dtype or case.dtype)
     kv_cache = KvCache(shape, sum(pages_of) + 2, device)
     kv_cache.keys.fill_(float("nan"))
     kv_cache.values.fill_(float("nan"))
@@ -129,6 +140,7 @@ class RotaryCase:
     head_dim: int = 64
     page_size: int = 16
     dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
 
 
 def rotary_cases() -> Iterator[RotaryCase]:
@@ -136,18 +148,25 @@ def rotary_cases() -> Iterator[RotaryCase]:
     for page_size, head_dim, dtype in product((1, 16, 64), (64, 128), (torch.float32, torch.bfloat16)):
         yield RotaryCase(3, 3, 2, head_dim, page_size, dtype)
     yield RotaryCase(70, head_dim=80)
+    for dtype, kv_dtype in product((torch.float32, torch.bfloat16), (E4M3, E5M2)):
+        yield RotaryCase(70, 2, 2, dtype=dtype, kv_dtype=kv_dtype)
 
 
 def rotary_results(case: RotaryCase, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Queries, keys of the pool and values of the pool: what the kernel gives, and the plain way."""
+    """Queries, keys of the pool and values of the pool: what the kernel gives, and the plain way.
+
+    Of keys that are rounded to 8 bits, whose last bit may differ before, only whether more than a few are others.
+    """
     generator = torch.Generator().manual_seed(12)
     num_heads, num_kv_heads, head_dim = case.num_heads, case.num_kv_heads, case.head_dim
     qkv = torch.randn(case.num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=generator)
+    if case.kv_dtype is not None:  # values from below the smallest number that is kept to beyond the largest
+        qkv[:, num_heads + num_kv_heads :] *= torch.logspace(-9, 5, head_dim)
     heads, values = torch.split_with_sizes(qkv.to(device, case.dtype), [num_heads + num_kv_heads, num_kv_heads], dim=1)
     positions = torch.randint(0, 300, (case.num_tokens,), generator=generator).to(device)
     frequencies = torch.rand(head_dim // 2, generator=generator).to(device)
     cos_sin = rotary_cos_sin(frequencies, 1.0, positions, case.dtype)
-    shape = KvCacheShape(1, num_kv_heads, head_dim, case.page_size, case.dtype)
+    shape = KvCacheShape(1, num_kv_heads, head_dim, case.page_size, case.kv_dtype or case.dtype)
     pools = [KvCache(shape, -(-2 * case.num_tokens // case.page_size), device) for _ in range(2)]
     num_pages = -(-case.num_tokens // case.page_size)
     inputs = build_step_inputs(
@@ -157,11 +176,56 @@ def rotary_results(case: RotaryCase, device: torch.device) -> list[tuple[Tensor,
     queries = step.write_rotated(0, heads, values, cos_sin)
     rotated = rotate(heads, *cos_sin)
     pools[1].write(0, inputs.slot_mapping, rotated[:, num_heads:], values)
-    return [
-        (queries, rotated[:, :num_heads]),
-        (pools[0].keys, pools[1].keys),
-        (pools[0].values, pools[1].values),
-    ]
+    plain = [(queries, rotated[:, :num_heads]), (pools[0].values.float(), pools[1].values.float())]
+    if case.kv_dtype is not None:
+        is_off = pools[0].keys.float() != pools[1].keys.float()
+        return [*plain, (is_off.float().mean() > _MOST_KEYS_OFF, torch.zeros(()))]
+    return [*plain, (pools[0].keys, pools[1].keys)]
+
+
+def rounding_results(num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs of 8-bit products, decoded again: rounded by the kernel, and the plain way. One token is all zeros."""
+    x = torch.randn(num_tokens, width, device=device).to(dtype) * torch.arange(num_tokens, device=device)[:, None]
+    found, expected = (codes.float() * scales for codes, scales in (fp8_rows.round_rows(x), round_rows(x)))
+    return found, expected
+
+
+@dataclass(frozen=True)
+class GroupedCase:
+    """Rows of experts, sorted by expert: how many each has."""
+
+    counts: tuple[int, ...]
+    width: int = 72
+    num_columns: int = 40
+    dtype: torch.dtype = torch.float32
+
+
+def grouped_cases() -> Iterator[GroupedCase]:
+    """Experts without rows at every place, one row and many, tiles that are full and not, any number of experts."""
+    for counts, dtype in product(
+        ((3, 0, 17), (0, 0, 1, 0), (40, 5, 0, 0, 33, 1), (2,) * 8 + (0,) * 5, (16, 32), (7,)),
+        (torch.float32, torch.bfloat16, torch.float16),
+    ):
+        yield GroupedCase(counts, dtype=dtype)
+    yield GroupedCase((200, 0, 100, 1), 64, 130)  # high tiles, columns of several
+    yield GroupedCase((1, 2), 5, 3)  # matrices smaller than a tile
+
+
+def grouped_results(case: GroupedCase, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The product with all experts at once, and one after another: [num_rows, num_columns] each."""
+    x, stack, ends = grouped_inputs(case, device)
+    parts = zip(torch.split_with_sizes(x, list(case.counts)), stack, strict=True)
+    expected = torch.cat([functional.linear(rows.float(), matrix.float()) for rows, matrix in parts])
+    return grouped_product(x, stack, ends), expected.to(case.dtype)
+
+
+def grouped_inputs(case: GroupedCase, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments of a `GroupedProduct`; results are around 1."""
+    generator = torch.Generator().manual_seed(13)
+    x = torch.randn(sum(case.counts), case.width, generator=generator)
+    stack = torch.randn(len(case.counts), case.num_columns, case.width, generator=generator) * case.width**-0.5
+    ends = torch.tensor(case.counts).cumsum(0).to(torch.int32)
+    return x.to(device, case.dtype), stack.to(device, case.dtype), ends.to(device)
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

@@ -17,6 +17,7 @@ from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.attention.paged_cuda import PagedCudaAttention
 from services.gpu_worker.attention.reference import ReferenceAttention
 from services.gpu_worker.fused_operators import operators_for
+from services.gpu_worker.kernels import with_fast_experts
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.step_inputs import StepRow, build_step_inputs
@@ -66,7 +67,8 @@ def course_logits(model: LoadedModel, attention: AttentionBackend) -> Tensor:
     pages = list(range(sum(-(-(length + _NUM_DECODES) // _PAGE_SIZE) for length in _LENGTHS)))
     chance.shuffle(pages)
     shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, _PAGE_SIZE, dtype)
-    runner = ModelRunner(config, model.weights, KvCache(shape, len(pages), device), attention, operators_for(device))
+    weights = with_fast_experts(model.weights, device)
+    runner = ModelRunner(config, weights, KvCache(shape, len(pages), device), attention, operators_for(device))
     rows = []
     for length in _LENGTHS:
         ids = [chance.randrange(config.vocab_size) for _ in range(length + _NUM_DECODES)]

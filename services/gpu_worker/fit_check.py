@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from services.gpu_worker.eight_bits import choose_kv_dtype, fp8_forms
 from services.gpu_worker.host_limits import available_memory_bytes, num_cores, total_memory_bytes
 from services.gpu_worker.kv_cache import KvCacheShape
 from services.gpu_worker.memory import MemoryState, pool_size
@@ -98,8 +99,16 @@ def fit(settings: Settings, device: torch.device, host: Machine, is_config_only:
         dtype = choose_dtype(settings) or default_dtype(config, device)
     except StartError as error:
         return Fit(problem=str(error), remedy="leave --dtype out, or set --numerics fast")
-    sizes = _sizes(settings, config, dtype, device, context)
-    if is_laid_out(settings, device):
+    try:
+        shape = _page_shape(settings, config, choose_kv_dtype(settings, device, dtype))
+        eight = fp8_forms(settings, config, device, dtype, lambda: None)
+    except StartError as error:
+        return Fit(problem=str(error), remedy="leave --quantization and --kv-cache-dtype out, or run where they go")
+    sizes = _sizes(settings, config, dtype, shape, token_budget(settings, _USUAL_CHUNK_TOKENS[device.type], context))
+    sizes = dataclasses.replace(sizes, context=context)
+    if eight is not None:
+        sizes = dataclasses.replace(sizes, weight_bytes=laid_out_bytes(config, eight, dtype=dtype))
+    elif is_laid_out(settings, device):
         grids = {} if is_config_only else grids_in(files)
         sizes = dataclasses.replace(sizes, weight_bytes=laid_out_bytes(config, forms_of(settings), grids))
     num_sharing = settings.dp_size if device.type == "cpu" else 1  # on CUDA each worker has a device of its own
@@ -117,7 +126,6 @@ def fit(settings: Settings, device: torch.device, host: Machine, is_config_only:
             f"weights and a step{of_whom} need {wanted / 1e9:.2f} GB, {host.available_bytes / 1e9:.2f} GB are free"
         )
         return dataclasses.replace(sizes, problem=problem, remedy=_for_weights(sizes, host))
-    shape = _page_shape(settings, config, dtype)
     try:
         num_pages = pool_size(memory, shape, settings, context).num_pages
     except StartError as error:
@@ -143,7 +151,9 @@ def _for_pool(settings: Settings, memory: MemoryState, shape: KvCacheShape) -> s
     return smaller if settings.kv_cache_tokens else f"raise --mem-fraction-static, {smaller}"
 
 
-def _sizes(settings: Settings, config: ModelConfig, dtype: torch.dtype, device: torch.device, context: int) -> Fit:
+def _sizes(
+    settings: Settings, config: ModelConfig, dtype: torch.dtype, shape: KvCacheShape, num_step_tokens: int
+) -> Fit:
     weights = allocate_weights(config, dtype, torch.device("meta"))
     num_weights = sum(item.target.numel() for item in placements(config, weights))
     return Fit(
@@ -151,17 +161,18 @@ def _sizes(settings: Settings, config: ModelConfig, dtype: torch.dtype, device: 
         dtype=str(dtype).removeprefix("torch."),
         num_weights=num_weights,
         weight_bytes=num_weights * dtype.itemsize,
-        kv_bytes_per_token=_page_shape(settings, config, dtype).bytes_per_page // settings.page_size,
-        activation_bytes=activation_bytes(settings, config, dtype, token_budget(
-            settings, _USUAL_CHUNK_TOKENS[device.type], context)),
-        context=context,
-    )  # fmt: skip
+        kv_bytes_per_token=shape.bytes_per_page // settings.page_size,
+        activation_bytes=activation_bytes(settings, config, dtype, num_step_tokens),
+    )
 
 
 def activation_bytes(settings: Settings, config: ModelConfig, dtype: torch.dtype, num_tokens: int) -> int:
     """About what the largest step takes and gives back: one layer's intermediate results, and its rows' logits."""
     attention = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    per_token = (4 * config.hidden_size + 2 * attention + 3 * config.intermediate_size) * dtype.itemsize
+    width = 3 * config.intermediate_size
+    if config.experts is not None:  # a line for each expert that a token goes through, in, within and out, and joined
+        width = max(width, config.experts.num_chosen * (3 * config.experts.intermediate_size + 3 * config.hidden_size))
+    per_token = (4 * config.hidden_size + 2 * attention + width) * dtype.itemsize
     rows = min(num_tokens, settings.max_running_requests)
     return num_tokens * per_token + _LOGITS_COPIES * 4 * rows * config.vocab_size
 

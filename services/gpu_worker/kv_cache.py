@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.gpu_worker.fp8 import as_bytes, is_fp8, to_fp8
 from services.gpu_worker.uploads import upload
 
 
@@ -31,7 +32,7 @@ class KvCacheShape:
         num_kv_heads: key/value heads of a layer.
         head_dim: width of a head.
         page_size: tokens in a page, >= 1.
-        dtype: element type of keys and values.
+        dtype: element type of keys and values; that of the model, or one of `fp8`.
     """
 
     num_layers: int
@@ -85,7 +86,7 @@ class KvCache:
         return self.values[layer].flatten(0, 1)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Stores new tokens' keys and values.
+        """Stores new tokens' keys and values, rounded where the pool's numbers have 8 bits.
 
         Args:
             layer: of the model.
@@ -93,16 +94,19 @@ class KvCache:
             keys: [num_tokens, num_kv_heads, head_dim].
             values: likewise.
         """
-        self.key_slots(layer).index_copy_(0, slots, keys)
-        self.value_slots(layer).index_copy_(0, slots, values)
+        for pool, new in ((self.key_slots(layer), keys), (self.value_slots(layer), values)):
+            if is_fp8(pool.dtype):
+                as_bytes(pool).index_copy_(0, slots, as_bytes(to_fp8(new, pool.dtype)))
+            else:
+                pool.index_copy_(0, slots, new)
 
     def zero_pages(self, page_ids: Sequence[int]) -> None:
         """Clears pages in all layers, so that what a failed row left (NaN) cannot reach whoever gets the page next."""
         if any(not 0 <= page_id < self.num_pages for page_id in page_ids):
             raise ValueError(f"pages to clear must lie in [0, {self.num_pages}): {list(page_ids)}")
         index = upload(np.array(page_ids, dtype=np.int64), self.keys.device)
-        self.keys.index_fill_(1, index, 0)
-        self.values.index_fill_(1, index, 0)
+        for pool in (self.keys, self.values):
+            (as_bytes(pool) if is_fp8(pool.dtype) else pool).index_fill_(1, index, 0)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -51,19 +51,21 @@ class ModelRunner:
 
     @property
     def can_record_decode(self) -> bool:
-        """Whether the attention allows it."""
-        return isinstance(self._attention, CapturableAttention)
+        """Whether attention and weights allow it."""
+        return isinstance(self._attention, CapturableAttention) and not self._decoder.weights.is_read_on_host
 
     @torch.inference_mode()
     def record_decode(self, limits: GraphLimits, device: GraphDevice, pump: Callable[[int], None]) -> DecodeGraphs:
         """Records decode steps, which `states` replays from now on; see `decode_graphs.record_decode`.
 
         Raises:
-            TypeError: the attention reads lengths on the host, nothing of it can be recorded.
+            TypeError: the attention reads lengths on the host, or so are the experts' numbers of tokens.
         """
         attention = self._attention
         if not isinstance(attention, CapturableAttention):
             raise TypeError(f"{type(attention).__name__} cannot be recorded")
+        if self._decoder.weights.is_read_on_host:
+            raise TypeError("experts that are multiplied one after another cannot be recorded")
 
         def decode(inputs: StepInputs) -> States:
             step = attention.begin_decode(inputs, self.kv_cache)

@@ -17,6 +17,7 @@ from services.gpu_worker.attention import attention_named
 from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.decode_graphs import GraphLimits
 from services.gpu_worker.dummy_weights import dummy_model
+from services.gpu_worker.eight_bits import choose_kv_dtype, fp8_forms
 from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.grammar_compiler import GrammarCompiler
 from services.gpu_worker.grammar_process import ChildSpec
@@ -24,19 +25,20 @@ from services.gpu_worker.grammar_rows import GrammarRows
 from services.gpu_worker.graph_warm_up import graph_device, record_graphs
 from services.gpu_worker.held_rows import WorkerSizes
 from services.gpu_worker.host_limits import keep_freed_memory, keep_to_share, share_of_cores, stored_bytes_read
-from services.gpu_worker.kernels import triton_problem
+from services.gpu_worker.kernels import triton_problem, with_fast_experts
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.largest_step import run_largest_step
 from services.gpu_worker.load_progress import LoadProgress
 from services.gpu_worker.memory import MemoryState, measure_memory, pool_size
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.models.config import ModelConfig
+from services.gpu_worker.models.parse_config import parse_model_config
 from services.gpu_worker.products.forms import CpuForms
 from services.gpu_worker.roofline import Loaded, Roofline, measure_machine, product_dtype
 from services.gpu_worker.step_cost import ModelCost
 from services.gpu_worker.step_launcher import StepLauncher
 from services.gpu_worker.warm_up import WarmUp, warm_up
-from services.gpu_worker.weights import RunnableModel, load_laid_out, load_model
+from services.gpu_worker.weights import RunnableModel, default_dtype, load_laid_out, load_model
 from services.gpu_worker.worker_state import WorkerState
 from services.model_files.digest import model_digest
 from services.model_files.errors import ModelFileError
@@ -81,12 +83,13 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     set_up_threads(settings, device)
     keep_freed_memory()
     model, digest, loaded = _load(settings, device, pump)
-    config, weights = model.config, model.weights
+    config, weights = model.config, with_fast_experts(model.weights, device)
     max_model_len = choose_context(settings, config)
     dtype = weights.embedding.dtype
-    attention = _attention(settings, device, dtype, config.head_dim)
+    kv_dtype = choose_kv_dtype(settings, device, dtype)
+    attention = _attention(settings, device, kv_dtype, config.head_dim)
     operators = operators_for(device)
-    shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, dtype)
+    shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, kv_dtype)
     bare = ModelRunner(config, weights, KvCache(shape, 0, device), attention, operators)
     may_round = is_laid_out(settings, device) and settings.numerics == "fast"
     machine = measure_machine(device, device_name(device), product_dtype(dtype, may_round))
@@ -200,11 +203,16 @@ def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) ->
     dtype, forms, stored = choose_dtype(settings), forms_of(settings, pump), stored_bytes_read()
     try:
         files = open_model(settings.model)
+        config = parse_model_config(files)
+        eight = fp8_forms(settings, config, device, dtype or default_dtype(config, device), pump)
         with LoadProgress(files.path.name, pump) as progress:
             if settings.load_format == "dummy":
                 logger.warning("--load-format dummy: random weights, answers mean nothing")
                 plain = dummy_model(files, device, dtype)
-                model = RunnableModel(plain.config, plain.weights, plain.report)
+                weights = plain.weights if eight is None else eight.of_all(plain.weights)
+                model = RunnableModel(plain.config, weights, plain.report)
+            elif eight is not None:
+                model = load_laid_out(files, eight, progress, (torch.bfloat16, device))
             elif is_laid_out(settings, device):
                 model = load_laid_out(files, forms, progress)
             else:
@@ -217,7 +225,9 @@ def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) ->
     except torch.OutOfMemoryError as error:
         raise StartError(f"{settings.model}: the weights do not fit on {device_name(device)}") from error
     _log_load(files.path, model, loaded, device)
-    if is_laid_out(settings, device):
+    if eight is not None:
+        logger.info("quantization fp8: %s", eight.description)
+    elif is_laid_out(settings, device):
         logger.info("numerics %s: %s", settings.numerics, forms.description)
     return model, digest, loaded
 

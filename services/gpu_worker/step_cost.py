@@ -1,9 +1,10 @@
 """gpu_worker: what a step asks of the machine at least: bytes to move, operations to do. Pure.
 
-Counted is what no implementation can leave out: the weights once, in the form that so many rows go through; the keys
-and values that each row attends to, once a row; keys and values written; lines of the embedding; the logits. What lies
-between the operators of a layer is not: it fits in caches, or could. Multiplying and adding are two operations; those
-of norms, rotation and softmax are too few to count.
+Counted is what no implementation can leave out: the weights once, in the form that so many rows go through, of experts
+as many as so many tokens choose if all are chosen as often; the keys and values that each row attends to, once a row;
+keys and values written; lines of the embedding; the logits. What lies between the operators of a layer is not: it fits
+in caches, or could. Multiplying and adding are two operations; those of norms, rotation and softmax are too few to
+count.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add, mul
 
-from services.gpu_worker.models.config import ModelConfig
+from services.gpu_worker.models.config import ExpertConfig, ModelConfig
 from services.gpu_worker.models.layer_weights import DecoderWeights
 from services.gpu_worker.models.projection import Projection, ReadsByRows
 
@@ -49,11 +50,14 @@ class ModelCost:
             kv_bytes_per_token: of all layers, in the dtype of the pool.
         """
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        of_layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
-        self._operations_per_token = 2 * config.num_layers * of_layer
+        of_attention = config.hidden_size * (2 * queries + 2 * keys)
+        of_mlps = sum(3 * config.hidden_size * width for width in _widths(config))
+        self._operations_per_token = 2 * (config.num_layers * of_attention + of_mlps)
         self._operations_per_row = 2 * config.vocab_size * config.hidden_size
         self._operations_per_pair = 4 * queries  # of one layer: a new token and a token that it attends to
         self._layers = _Reads([each for layer in weights.layers for each in layer.projections])
+        self._experts = config.experts
+        self._expert_bytes = sum(layer.experts.num_bytes for layer in weights.layers if layer.experts is not None)
         self._head = _Reads([weights.head])
         self._norm_bytes = weights.final_norm.nbytes + sum(layer.norm_bytes for layer in weights.layers)
         self._embedding_bytes = config.hidden_size * weights.embedding.element_size()
@@ -81,7 +85,8 @@ class ModelCost:
 
     def weight_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Bytes of weights that a step of so many tokens and rows reads: layers, norms, head."""
-        return self._layers.num_bytes(num_tokens) + self._norm_bytes + self._head.num_bytes(num_rows)
+        experts = int(self._expert_bytes * _share_of_experts(self._experts, num_tokens))
+        return self._layers.num_bytes(num_tokens) + experts + self._norm_bytes + self._head.num_bytes(num_rows)
 
 
 class _Reads:
@@ -97,6 +102,20 @@ class _Reads:
         if found is None:
             found = self._known[num_rows] = self._always + sum(each.bytes_read(num_rows) for each in self._by_rows)
         return found
+
+
+def _widths(config: ModelConfig) -> list[int]:
+    """For each layer, how wide what a token goes through is between the two products of its feed-forward part."""
+    experts = config.experts
+    if experts is None:
+        return [config.intermediate_size] * config.num_layers
+    of_experts = experts.num_chosen * experts.intermediate_size
+    return [of_experts if has_experts else config.intermediate_size for has_experts in experts.in_layers]
+
+
+def _share_of_experts(experts: ExpertConfig | None, num_tokens: int) -> float:
+    """The share of a layer's experts that at least one of so many tokens is expected to choose."""
+    return 0.0 if experts is None else 1 - (1 - experts.num_chosen / experts.num_experts) ** num_tokens
 
 
 def _attended(starts: Sequence[int], counts: Sequence[int]) -> tuple[int, int]:

@@ -34,6 +34,9 @@ from services.gpu_worker.weight_sources.source import LoadMeter, WeightSource
 from services.model_files.errors import ModelFileError
 from services.model_files.source import ModelFiles
 
+Place = tuple[torch.dtype, torch.device]
+CPU_FLOAT32: Place = (torch.float32, torch.device("cpu"))
+
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
@@ -126,9 +129,12 @@ def load_model(
 
 
 def load_laid_out(
-    files: ModelFiles, forms: Forms, progress: Callable[[int, int], None] = lambda num_bytes, num_bytes_total: None
+    files: ModelFiles,
+    forms: Forms,
+    progress: Callable[[int, int], None] = lambda num_bytes, num_bytes_total: None,
+    place: Place = CPU_FLOAT32,
 ) -> RunnableModel:
-    """Loads a model for the CPU in float32, each matrix in the form in which it runs.
+    """Loads a model, each matrix in the form in which it runs.
 
     Layer by layer: beside what is kept, no more than one layer's plain matrices (and those outside of layers) are in
     memory at a time.
@@ -137,12 +143,13 @@ def load_laid_out(
         files: the model on disk.
         forms: what becomes of each matrix.
         progress: see `load_model`.
+        place: dtype and device of the plain matrices that forms are made of.
 
     Raises:
         ModelFileError: see `load_model`.
     """
     reader = _Reader(files, progress)
-    config, place = reader.config, (torch.float32, torch.device("cpu"))
+    config = reader.config
     outside = allocate_outside(config, *place)
     with torch.inference_mode():
         items = list(outside_placements(config, outside))
@@ -150,7 +157,7 @@ def load_laid_out(
         head = forms.lay_out(outside.head, _grid_of(outside.head, items, grids))
         layers = []
         for index in range(config.num_layers):
-            layer = allocate_layer(config, *place)
+            layer = allocate_layer(config, *place, index)
             layers.append(_laid_out(reader, layer, list(layer_placements(config, layer, index)), forms))
     weights = DecoderWeights(outside.embedding, tuple(layers), outside.final_norm, head, outside.rotary_frequencies)
     return RunnableModel(config, weights, reader.report())
@@ -163,22 +170,25 @@ def grids_in(files: ModelFiles) -> dict[str, int]:
     return {name: num_bits for name, num_bits in bits.items() if num_bits is not None}
 
 
-def laid_out_bytes(config: ModelConfig, forms: Forms, grids: Mapping[str, int] | None = None) -> int:
-    """About what a model takes in memory once `load_laid_out` has loaded it; `grids`: see `grids_in`."""
+def laid_out_bytes(
+    config: ModelConfig, forms: Forms, grids: Mapping[str, int] | None = None, dtype: torch.dtype = torch.float32
+) -> int:
+    """About what a model takes in memory once `load_laid_out` has loaded it in a dtype; `grids`: see `grids_in`."""
 
     def expected(item: Placement) -> int:
         num_bits = (grids or {}).get(item.name)
         is_read = num_bits is not None and forms.reads_grid(num_bits)
         return forms.expect(item.target.numel(), num_bits if is_read else None)
 
-    meta = (torch.float32, torch.device("meta"))
+    meta = (dtype, torch.device("meta"))
     outside = allocate_outside(config, *meta)
     heads = [item for item in outside_placements(config, outside) if item.target is outside.head.weight]
     num_bytes = outside.embedding.nbytes + sum(expected(item) for item in heads)
     for index in range(config.num_layers):
-        layer = allocate_layer(config, *meta)
+        layer = allocate_layer(config, *meta, index)
         for item in layer_placements(config, layer, index):
-            if item.target.dim() == 2:
+            is_router = layer.experts is not None and item.target is layer.experts.router
+            if item.target.dim() == 2 and not is_router:
                 num_bytes += expected(item)
             else:
                 num_bytes += item.target.nbytes
@@ -240,10 +250,9 @@ def _grid_of(
     dense: DenseProjection, items: Sequence[Placement], grids: Sequence[WeightGrid | None]
 ) -> WeightGrid | None:
     """The grid of a matrix, if all of its parts lie on one. They are views of it, in the order of its rows."""
-    memory = dense.weight.untyped_storage().data_ptr()
-    parts = [
-        grid for item, grid in zip(items, grids, strict=True) if item.target.untyped_storage().data_ptr() == memory
-    ]
+    begin = dense.weight.data_ptr()
+    memory = range(begin, begin + dense.weight.nbytes)
+    parts = [grid for item, grid in zip(items, grids, strict=True) if item.target.data_ptr() in memory]
     known = [part for part in parts if part is not None]
     return stacked(known) if parts and len(known) == len(parts) else None
 

@@ -27,6 +27,7 @@ ALIASES: dict[str, IndexPackage | str] = {
     "qwen3:1.7b": "Qwen/Qwen3-1.7B",
     "qwen3:4b": "Qwen/Qwen3-4B",
     "qwen3:8b": "Qwen/Qwen3-8B",
+    "qwen3:30b-a3b": "Qwen/Qwen3-30B-A3B",
     "qwen2.5:0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
     "qwen2.5:1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
     "qwen2.5:7b": "Qwen/Qwen2.5-7B-Instruct",

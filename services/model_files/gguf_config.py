@@ -17,7 +17,9 @@ from services.model_files.gguf_metadata import GgufHeader
 _Value = TypeVar("_Value")
 
 # GGUF architecture -> model_type. llama.cpp files Mistral and SmolLM2 under llama.
-_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+_WITH_EXPERTS = ("qwen3moe",)
+_SOFTMAX = 1  # of expert_gating_func
 
 
 def config_from_gguf(header: GgufHeader) -> dict[str, object]:
@@ -56,7 +58,7 @@ def config_from_gguf(header: GgufHeader) -> dict[str, object]:
     }
     if arch == "qwen2" and sliding_window:
         config["use_sliding_window"] = True
-    return config
+    return config | _experts(header, arch) if arch in _WITH_EXPERTS else config
 
 
 def generation_config_from_gguf(header: GgufHeader) -> dict[str, object]:
@@ -81,8 +83,26 @@ def _refuse_unsupported(header: GgufHeader) -> None:
     num_parts = header.integer("split.count") or 1
     if num_parts > 1:
         raise ModelFileError(header.path, f"field split.count: one of {num_parts} parts, merge them into one file")
-    if header.integer(f"{arch}.expert_count"):
+    if arch not in _WITH_EXPERTS and header.integer(f"{arch}.expert_count"):
         raise ModelFileError(header.path, f"field {arch}.expert_count: mixtures of experts are not supported")
+
+
+def _experts(header: GgufHeader, arch: str) -> dict[str, object]:
+    """What a configuration says of experts. Layers without a router are dense; shares add up to 1 unless said."""
+    if header.integer(f"{arch}.expert_shared_count"):
+        raise ModelFileError(header.path, f"field {arch}.expert_shared_count: shared experts are not supported")
+    if header.integer(f"{arch}.expert_gating_func") not in (None, _SOFTMAX):
+        raise ModelFileError(header.path, f"field {arch}.expert_gating_func: only softmax (1) is supported")
+    if header.number(f"{arch}.expert_weights_scale") not in (None, 0.0, 1.0):
+        raise ModelFileError(header.path, f"field {arch}.expert_weights_scale: only 1 is supported")
+    layers = range(_integer(header, f"{arch}.block_count"))
+    return {
+        "num_experts": _integer(header, f"{arch}.expert_count"),
+        "num_experts_per_tok": _integer(header, f"{arch}.expert_used_count"),
+        "moe_intermediate_size": _integer(header, f"{arch}.expert_feed_forward_length"),
+        "norm_topk_prob": header.flag(f"{arch}.expert_weights_norm") is not False,
+        "mlp_only_layers": [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in header.tensors],
+    }
 
 
 def _check_head_dims(header: GgufHeader, arch: str, head_dim: int) -> None:

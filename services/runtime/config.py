@@ -56,6 +56,7 @@ class Settings:
     load_format: str = setting("auto", "dummy: random weights, to measure without a checkpoint", ("auto", "dummy"))
     numerics: str = setting("fast", "exact: float32, the same tokens alone and in a batch; fast: what runs fastest",
                             ("exact", "fast"))  # fmt: skip
+    quantization: str = setting("none", "fp8: weights and products in 8 bits, on CUDA", ("none", "fp8"))
     cpu_copies_gb: float = setting(4.0, "most memory for second forms of 4-bit matrices, for many rows, on a CPU")
     max_model_len: int = setting(0, "most tokens of prompt + answer (0: the model's context)")
     chat_template: str = setting("", "file with a chat template that replaces the model's own")
@@ -141,6 +142,8 @@ class Settings:
     jump_ahead: bool = setting(True, "take tokens that a grammar forces without running the model for each")
     # the worker
     attention_backend: str = setting("auto", "attention implementation", ("auto", "reference", "paged", "triton"))
+    kv_cache_dtype: str = setting("auto", "element type of the KV pool; auto: the model's, fp8: e4m3",
+                                  ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"))  # fmt: skip
     cuda_graphs: bool = setting(True, "replay recorded decode steps on CUDA instead of launching them")
     num_threads: int = setting(0, "threads of the worker's CPU kernels (0: one for each core)")
     # logs

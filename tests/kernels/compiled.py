@@ -16,12 +16,21 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from bench.device import kernel_cases
-from bench.device.kernel_cases import AttentionCase, RotaryCase
+from bench.device.kernel_cases import AttentionCase, GroupedCase, RotaryCase
+from services.gpu_worker.fp8 import E4M3, E5M2
 
 CPU = torch.device("cpu")
 TARGETS = (80, 90)  # A100, H100 and H200
 _OPTIONS = ("num_warps", "num_stages")
-_TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    E4M3: "*fp8e4nv",
+    E5M2: "*fp8e5",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 
 _compiled: set[tuple[object, ...]] = set()
 
@@ -35,7 +44,12 @@ def main() -> None:
         kernel_cases.rotary_results(RotaryCase(3, 16, 8, 128, dtype=dtype), CPU)
         kernel_cases.norm_results(1, 5120, dtype, CPU)
         kernel_cases.gated_results(1, 17408, dtype, CPU)
+    kernel_cases.rounding_results(1, 17408, torch.bfloat16, CPU)
+    for counts, dtype in (((1,) * 128, torch.bfloat16), ((128,) * 128, torch.bfloat16), ((64,) * 128, torch.float32)):
+        kernel_cases.grouped_results(GroupedCase(counts, 64, 1536, dtype), CPU)
     kernel_cases.rotary_results(RotaryCase(70, 9, 3, 64, dtype=torch.bfloat16), CPU)
+    for kv_dtype in (E4M3, E5M2):
+        kernel_cases.rotary_results(RotaryCase(3, 16, 8, 128, dtype=torch.bfloat16, kv_dtype=kv_dtype), CPU)
 
 
 def _attention_cases() -> Iterator[AttentionCase]:
@@ -48,6 +62,8 @@ def _attention_cases() -> Iterator[AttentionCase]:
     ):
         mixed = ((900, 1), (10, 200))
         yield AttentionCase(mixed, 16, head_dim, 2, 5, window, dtype, num_processors=132)
+    for dtype, kv_dtype in ((torch.bfloat16, E4M3), (torch.float16, E5M2)):
+        yield AttentionCase(((900, 1), (10, 200)), 16, 128, 2, 5, None, dtype, num_processors=132, kv_dtype=kv_dtype)
     yield AttentionCase(((3, 1),), 16, 128, 2, 5, dtype=torch.bfloat16)
 
 
@@ -57,11 +73,13 @@ def _compile_launch(self: JITFunction[Any], *arguments: object, grid: object, wa
     values = dict(zip(self.arg_names, arguments, strict=False)) | named
     constants = {parameter.name: values[parameter.name] for parameter in self.params if parameter.is_constexpr}
     if "in_float32" in constants:  # which the CPU's tensors have made true
-        queries = values["queries"]
-        assert isinstance(queries, torch.Tensor)
-        constants["in_float32"] = queries.dtype == torch.float32
+        left = values.get("queries", values.get("x"))
+        assert isinstance(left, torch.Tensor)
+        constants["in_float32"] = left.dtype == torch.float32
     signature = {name: "constexpr" if name in constants else _type_of(values[name]) for name in self.arg_names}
     for architecture in TARGETS:
+        if architecture < 89 and any(kind.startswith("*fp8") for kind in signature.values()):  # see `eight_bits`
+            continue
         key = (self.__name__, architecture, *signature.items(), *constants.items(), *options.items())
         if key not in _compiled:
             _compiled.add(key)

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 _SHARED_BYTES = {"80": 163 * 1024, "90": 227 * 1024}  # most that a program may have on A100, on H100 and H200
-_KERNELS = {"_attend_split", "_join_splits", "_attend_block", "_rotate_and_write", "_add_norm", "_gated"}
+_KERNELS = {
+    "_attend_split",
+    "_join_splits",
+    "_attend_block",
+    "_rotate_and_write",
+    "_add_norm",
+    "_gated",
+    "_multiply_tile",
+}
 
 
 @pytest.mark.timeout(400)
@@ -26,5 +34,6 @@ def test_every_kernel_compiles_for_real_devices(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert {(name, target) for name, target, _ in lines} == {(name, t) for name in _KERNELS for t in _SHARED_BYTES}
+    expected = {(name, target) for name in _KERNELS for target in _SHARED_BYTES} | {("_round_row", "90")}
+    assert {(name, target) for name, target, _ in lines} == expected
     assert all(int(shared) <= _SHARED_BYTES[target] for _, target, shared in lines)

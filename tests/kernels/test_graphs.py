@@ -15,6 +15,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from bench.random_checkpoints import Shape, write_checkpoint
 from services.gpu_worker.attention.paged_triton import PagedTritonAttention
 from services.gpu_worker.attention.reference import ReferenceAttention
+from services.gpu_worker.kernels.grouped_product import grouped_product
 from services.gpu_worker.kernels.operators import FusedOperators
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
@@ -62,6 +63,11 @@ def model(tmp_path: Path) -> LoadedModel:
 
 
 @pytest.fixture
+def with_experts(tmp_path: Path) -> LoadedModel:
+    return load_model(open_model(write_checkpoint(tmp_path / "experts", "qwen3_moe", _SHAPE)), CPU)
+
+
+@pytest.fixture
 def pair(model: LoadedModel) -> Pair:
     return new_pair(model, PagedTritonAttention(4), RecordingDevice(also=launches_too), _MAX_ROWS, FusedOperators())
 
@@ -74,12 +80,16 @@ def test_gph_02_a_replayed_step_is_the_launched_one(pair: Pair) -> None:
     check_replay_is_eager(pair, _MAX_ROWS, 1e-4)
 
 
-def test_a_model_of_kernels_is_the_plain_model(model: LoadedModel) -> None:
-    """A chunk and a decode, through norms, rotation, attention and gate of our own."""
+@pytest.mark.parametrize("name", ["model", "with_experts"])
+def test_a_model_of_kernels_is_the_plain_model(name: str, request: pytest.FixtureRequest) -> None:
+    """A chunk and a decode, through norms, rotation, attention, gate and products with experts of our own."""
+    model: LoadedModel = request.getfixturevalue(name)
     logits = []
     for attention, operators in ((PagedTritonAttention(4), FusedOperators()), (ReferenceAttention(), PlainOperators())):
         config = model.config
         shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, torch.float32)
-        runner = ModelRunner(config, model.weights, KvCache(shape, 10, CPU), attention, operators)
+        is_plain = isinstance(operators, PlainOperators)
+        weights = model.weights if is_plain else model.weights.with_grouped_product(grouped_product)
+        runner = ModelRunner(config, weights, KvCache(shape, 10, CPU), attention, operators)
         logits.append(runner.forward(mixed_inputs()))
     torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)

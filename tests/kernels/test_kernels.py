@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bench.device import kernel_cases
-from bench.device.kernel_cases import TOLERANCES, AttentionCase, RotaryCase, difference
+from bench.device.kernel_cases import TOLERANCES, AttentionCase, GroupedCase, RotaryCase, difference
+from services.gpu_worker.kernels.grouped_choice import suits_torch, torch_or_ours
+from services.gpu_worker.kernels.grouped_product import most_tiles, tile_rows
 
 # The interpreter makes Python numbers of arrays with one element, which the next numpy refuses.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -18,6 +22,40 @@ CPU = torch.device("cpu")
 def test_attention_is_that_of_the_reference(case: AttentionCase) -> None:
     found, expected = kernel_cases.attention_results(case, CPU)
     assert difference(found, expected) < TOLERANCES[case.dtype]
+
+
+@pytest.mark.parametrize("case", list(kernel_cases.grouped_cases()), ids=str)
+def test_a_product_with_all_experts_is_one_with_each(case: GroupedCase) -> None:
+    found, expected = kernel_cases.grouped_results(case, CPU)
+    assert difference(found, expected) < TOLERANCES[case.dtype]
+
+
+@settings(max_examples=50, deadline=None)
+@given(counts=st.lists(st.integers(0, 300), min_size=1, max_size=20).filter(any))
+def test_a_product_with_experts_has_a_program_for_every_tile(counts: list[int]) -> None:
+    row_block = tile_rows(sum(counts), len(counts))
+    needed = sum(-(-count // row_block) for count in counts)
+    assert needed <= most_tiles(sum(counts), len(counts), row_block) <= needed + len(counts)
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(64, torch.bfloat16), (1000, torch.bfloat16), (576, torch.float32)])
+def test_rows_are_rounded_to_8_bits_as_the_plain_way_does(width: int, dtype: torch.dtype) -> None:
+    found, expected = kernel_cases.rounding_results(3, width, dtype, CPU)
+    assert (found != expected).float().mean() < 0.005
+    torch.testing.assert_close(found, expected, rtol=0.13, atol=1e-6)
+
+
+def test_torchs_product_with_experts_is_ours_and_taken_for_many_rows() -> None:
+    case = GroupedCase((130, 0, 190), 64, 48, torch.bfloat16)
+    x, stack, ends = kernel_cases.grouped_inputs(case, CPU)
+    assert suits_torch(len(x), stack.shape)
+    assert not suits_torch(len(x), (6, 48, 64))
+    assert not suits_torch(len(x), (3, 44, 64))
+    assert not suits_torch(len(x), (3, 48, 60))
+    expected = kernel_cases.grouped_results(case, CPU)[1]
+    assert difference(torch_or_ours(x, stack, ends), expected) < TOLERANCES[case.dtype]
+    few = ends.clamp(max=40)
+    assert difference(torch_or_ours(x[:40], stack, few), expected[:40]) < TOLERANCES[case.dtype]
 
 
 @pytest.mark.parametrize("case", list(kernel_cases.rotary_cases()), ids=str)

@@ -18,6 +18,7 @@ from services.gpu_worker.attention.backend import rotate_then_write
 from services.gpu_worker.attention.row_span import RowSpan, additive_mask, attend_span, row_spans
 from services.gpu_worker.attention.sparse_decode import SparseDecode, has_sparse_products
 from services.gpu_worker.cpu_loops import loops_problem
+from services.gpu_worker.fp8 import is_fp8
 from services.gpu_worker.kv_cache import KvCache
 from services.gpu_worker.step_inputs import StepInputs
 
@@ -45,7 +46,7 @@ class PagedCpuAttention:
             uses_loops: whether compiled loops may be used, where they can.
         """
         self._loops = _loops() if uses_loops and dtype == torch.float32 else None
-        self._decodes_sparsely = has_sparse_products(dtype)
+        self._decodes_sparsely = not is_fp8(dtype) and has_sparse_products(dtype)
 
     def begin_step(self, inputs: StepInputs, kv_cache: KvCache) -> PagedCpuStep:
         """See `AttentionBackend.begin_step`."""
@@ -87,7 +88,7 @@ class PagedCpuStep:
 
     def attend(self, layer: int, queries: Tensor, window: int | None) -> Tensor:
         """See `StepAttention.attend`."""
-        layout = self._layout(window, queries.shape[1])
+        layout = self._layout(window, queries)
         keys, values = self._kv_cache.key_slots(layer), self._kv_cache.value_slots(layer)
         if layout.decode is not None and not layout.contexts:
             return layout.decode.attend(queries, keys, values)
@@ -96,24 +97,25 @@ class PagedCpuStep:
             attended[layout.decode.tokens] = layout.decode.attend(queries, keys, values)
         for context in layout.contexts:
             tokens = context.span.tokens
-            attended[tokens] = attend_span(queries[tokens], context.read(keys), context.read(values), context.mask)
+            read_keys, read_values = (context.read(pool).to(queries.dtype) for pool in (keys, values))
+            attended[tokens] = attend_span(queries[tokens], read_keys, read_values, context.mask)
         return attended
 
-    def _layout(self, window: int | None, num_heads: int) -> _Layout:
+    def _layout(self, window: int | None, queries: Tensor) -> _Layout:
         if window is not None and window >= self._longest:
             window = None
         if window not in self._layouts:
-            self._layouts[window] = self._lay_out(window, num_heads)
+            self._layouts[window] = self._lay_out(window, queries.shape[1], queries.dtype)
         return self._layouts[window]
 
-    def _lay_out(self, window: int | None, num_heads: int) -> _Layout:
+    def _lay_out(self, window: int | None, num_heads: int, dtype: torch.dtype) -> _Layout:
         decoding: list[RowSpan] = []
         contexts: list[_Context] = []
         for span in row_spans(self._inputs, window):
             if span.num_new == 1 and self._decodes_in_place:
                 decoding.append(span)
                 continue
-            mask = additive_mask(span, window, self._kv_cache.shape.dtype, self._inputs.positions.device)
+            mask = additive_mask(span, window, dtype, self._inputs.positions.device)
             contexts.append(_Context(span, mask, self._slots(span)))
         return _Layout(self._decode(decoding, num_heads) if decoding else None, contexts)
 

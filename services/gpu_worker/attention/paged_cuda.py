@@ -57,7 +57,7 @@ class PagedCudaStep:
     def attend(self, layer: int, queries: Tensor, window: int | None) -> Tensor:
         """See `StepAttention.attend`."""
         if window not in self._layouts:
-            self._layouts[window] = self._lay_out(window)
+            self._layouts[window] = self._lay_out(window, queries.dtype)
         layout = self._layouts[window]
         keys, values = self._kv_cache.key_slots(layer), self._kv_cache.value_slots(layer)
         attended = torch.empty_like(queries, memory_format=torch.contiguous_format)
@@ -65,19 +65,20 @@ class PagedCudaStep:
             attended[block.tokens] = block.attend(queries, keys, values)
         for context in layout.contexts:
             tokens = context.span.tokens
-            attended[tokens] = attend_span(queries[tokens], keys[context.slots], values[context.slots], context.mask)
+            read_keys, read_values = (pool[context.slots].to(queries.dtype) for pool in (keys, values))
+            attended[tokens] = attend_span(queries[tokens], read_keys, read_values, context.mask)
         return attended
 
-    def _lay_out(self, window: int | None) -> _Layout:
+    def _lay_out(self, window: int | None, dtype: torch.dtype) -> _Layout:
         spans = row_spans(self._inputs, window)
         decoding = [span for span in spans if span.num_new == 1]
         return _Layout(
-            blocks=[self._decode_block(group) for group in self._groups(decoding)],
-            contexts=[self._context(span, window) for span in spans if span.num_new > 1],
+            blocks=[self._decode_block(group, dtype) for group in self._groups(decoding)],
+            contexts=[self._context(span, window, dtype) for span in spans if span.num_new > 1],
         )
 
-    def _context(self, span: RowSpan, window: int | None) -> _Context:
-        mask = additive_mask(span, window, self._kv_cache.shape.dtype, self._inputs.positions.device)
+    def _context(self, span: RowSpan, window: int | None, dtype: torch.dtype) -> _Context:
+        mask = additive_mask(span, window, dtype, self._inputs.positions.device)
         _, _, slots = self._places([span])
         return _Context(span, mask, slots[0])
 
@@ -96,10 +97,10 @@ class PagedCudaStep:
         if group:
             yield group
 
-    def _decode_block(self, spans: list[RowSpan]) -> _DecodeBlock:
+    def _decode_block(self, spans: list[RowSpan], dtype: torch.dtype) -> _DecodeBlock:
         tokens, lengths, slots = self._places(spans)
         is_padding = torch.arange(slots.shape[1], device=slots.device) >= lengths[:, None]  # [num_spans, longest]
-        mask = torch.zeros_like(slots, dtype=self._kv_cache.shape.dtype).masked_fill_(is_padding, float("-inf"))
+        mask = torch.zeros_like(slots, dtype=dtype).masked_fill_(is_padding, float("-inf"))
         return _DecodeBlock(tokens, slots, mask[:, None, None])
 
     def _places(self, spans: list[RowSpan]) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,8 +139,8 @@ class _DecodeBlock:
         # The query heads that share a key/value head stand where a sequence of queries usually stands.
         num_spans, num_kv_heads, head_dim = len(self.tokens), *keys.shape[1:]
         grouped = queries[self.tokens].view(num_spans, num_kv_heads, -1, head_dim)  # [..., group, head_dim]
-        context_keys = keys[self.slots].transpose(1, 2)  # [num_spans, num_kv_heads, longest, head_dim]
-        context_values = values[self.slots].transpose(1, 2)
+        # [num_spans, num_kv_heads, longest, head_dim] each
+        context_keys, context_values = (pool[self.slots].to(queries.dtype).transpose(1, 2) for pool in (keys, values))
         attended = functional.scaled_dot_product_attention(grouped, context_keys, context_values, attn_mask=self.mask)
         return attended.flatten(1, 2)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from services.gpu_worker.attention.backend import rotate_then_write
+from services.gpu_worker.fp8 import is_fp8, to_fp8
 from services.gpu_worker.kv_cache import KvCache
 from services.gpu_worker.step_inputs import StepInputs
 
@@ -31,6 +32,9 @@ class ReferenceStep:
 
     def write_kv(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """See `StepAttention.write_kv`."""
+        dtype = self._kv_cache.shape.dtype
+        if is_fp8(dtype):
+            keys, values = to_fp8(keys, dtype), to_fp8(values, dtype)
         self._kv_cache.key_slots(layer)[self._inputs.slot_mapping] = keys
         self._kv_cache.value_slots(layer)[self._inputs.slot_mapping] = values
 

@@ -1,4 +1,7 @@
-"""gpu_worker: what attention kernels share: how the pool is read, a tile of a row's keys and values at a time."""
+"""gpu_worker: what kernels share of the pool: how a tile of a row's keys and values is read, and how a number is kept.
+
+Numbers of 8 bits are rounded here and then converted, which is exact: so all devices, and the interpreter, do alike.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +37,41 @@ def load_tile(
     page_size: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
-    in_float32: tl.constexpr,
+    dtype: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Keys and values of one head at the row's positions `at`, 0 where they are not read: [tokens, dims] each."""
+    """Keys and values of one head at the row's positions `at`, 0 where they are not read: [tokens, dims] of `dtype`."""
     page = tl.load(pages + at // page_size, mask=is_read, other=0)
     slot = (page * page_size + at % page_size).to(tl.int64)
     places = (slot[:, None] * num_kv_heads + kv_head) * head_dim + dims[None, :]
     is_there = is_read[:, None] & (dims < head_dim)[None, :]
     key = tl.load(keys + places, mask=is_there, other=0.0)
     value = tl.load(values + places, mask=is_there, other=0.0)
-    if in_float32:
-        key = key.to(tl.float32)
-        value = value.to(tl.float32)
-    return key, value
+    return key.to(dtype), value.to(dtype)
+
+
+@kernel_part
+def as_kept(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Numbers as a pool of this type keeps them: see `fp8.to_fp8`."""
+    if dtype == tl.float8e4nv:
+        x = _rounded(x.to(tl.float32), 20, 2.0**-6, 1.5 * 2.0**14, 448.0)
+    if dtype == tl.float8e5:
+        x = _rounded(x.to(tl.float32), 21, 2.0**-14, 1.5 * 2.0**7, 57344.0)
+    return x.to(dtype)
+
+
+@kernel_part
+def _rounded(
+    x: tl.tensor, num_dropped: tl.constexpr, least: tl.constexpr, shift: tl.constexpr, most: tl.constexpr
+) -> tl.tensor:
+    """Rounds float32 to a shorter fraction, ties to even.
+
+    From `least` on, `num_dropped` bits of the fraction go. Below, steps are of one size: a sum with `shift`, whose last
+    bit is such a step, rounds to it. Beyond `most`, numbers become `most`.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    half = (1 << (num_dropped - 1)) - 1 + ((bits >> num_dropped) & 1)
+    cut = (bits + half) & -(1 << num_dropped)
+    rounded = tl.where(tl.abs(x) < least, (x + shift) - shift, cut.to(tl.float32, bitcast=True))
+    rounded = tl.where(rounded > most, most, rounded)
+    rounded = tl.where(rounded < -most, -most, rounded)
+    return tl.where(x != x, x, rounded)  # the sum above would make another number of a NaN

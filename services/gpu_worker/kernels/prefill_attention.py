@@ -160,7 +160,7 @@ def _attend_block(
         at = start + tl.arange(0, token_block)
         is_read = at < end
         key, value = load_tile(
-            keys, values, pages, at, is_read, kv_head, dims, page_size, num_kv_heads, head_dim, in_float32
+            keys, values, pages, at, is_read, kv_head, dims, page_size, num_kv_heads, head_dim, query.dtype
         )
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         is_seen = at[None, :] <= query_positions[:, None]

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from services.gpu_worker.kernels.jit import kernel, power_of_two
+from services.gpu_worker.kernels.pool_tiles import as_kept
 
 _MANY_TOKENS = 64  # from here on a program does several of them
 
@@ -95,8 +96,10 @@ def _rotate_and_write(
         value = head - num_heads - num_kv_heads
         at = tokens[:, None] * values_stride + value * head_dim + dims[None, :]
         place = (slot * num_kv_heads + value)[:, None] * head_dim + dims[None, :]
-        tl.store(values + place, tl.load(new_values + at, mask=is_there, other=0.0), mask=is_there)
-        tl.store(values + place + half, tl.load(new_values + at + half, mask=is_there, other=0.0), mask=is_there)
+        low_value = tl.load(new_values + at, mask=is_there, other=0.0)
+        high_value = tl.load(new_values + at + half, mask=is_there, other=0.0)
+        tl.store(values + place, as_kept(low_value, values.dtype.element_ty), mask=is_there)
+        tl.store(values + place + half, as_kept(high_value, values.dtype.element_ty), mask=is_there)
     else:
         at = tokens[:, None] * heads_stride + head * head_dim + dims[None, :]
         low = tl.load(heads + at, mask=is_there, other=0.0).to(tl.float32)
@@ -112,5 +115,5 @@ def _rotate_and_write(
             tl.store(queries + place + half, turned_high, mask=is_there)
         else:
             place = (slot * num_kv_heads + head - num_heads)[:, None] * head_dim + dims[None, :]
-            tl.store(keys + place, turned_low, mask=is_there)
-            tl.store(keys + place + half, turned_high, mask=is_there)
+            tl.store(keys + place, as_kept(turned_low, keys.dtype.element_ty), mask=is_there)
+            tl.store(keys + place + half, as_kept(turned_high, keys.dtype.element_ty), mask=is_there)

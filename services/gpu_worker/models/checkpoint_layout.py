@@ -6,13 +6,14 @@ be checked before any of its data is read: lay the model out on the `meta` devic
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from services.gpu_worker.models.config import ModelConfig
+from services.gpu_worker.models.config import ExpertConfig, ModelConfig
+from services.gpu_worker.models.expert_weights import Expert, ExpertStacks, ExpertWeights
 from services.gpu_worker.models.layer_weights import DecoderWeights, LayerWeights
 from services.gpu_worker.models.projection import DenseProjection
 
@@ -34,7 +35,9 @@ def allocate_weights(config: ModelConfig, dtype: torch.dtype, device: torch.devi
         device: where they live; `meta` costs nothing.
     """
     outside = allocate_outside(config, dtype, device)
-    return replace(outside, layers=tuple(allocate_layer(config, dtype, device) for _ in range(config.num_layers)))
+    return replace(
+        outside, layers=tuple(allocate_layer(config, dtype, device, index) for index in range(config.num_layers))
+    )
 
 
 def allocate_outside(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderWeights[DenseProjection]:
@@ -47,8 +50,10 @@ def allocate_outside(config: ModelConfig, dtype: torch.dtype, device: torch.devi
     return DecoderWeights(embedding, (), final_norm, DenseProjection(head), frequencies)
 
 
-def allocate_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LayerWeights[DenseProjection]:
-    """One layer; see `allocate_weights`."""
+def allocate_layer(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, index: int
+) -> LayerWeights[DenseProjection]:
+    """One layer, by its number; see `allocate_weights`."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -58,6 +63,7 @@ def allocate_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device
 
     hidden, middle = config.hidden_size, config.intermediate_size
     query, qkv = _query_width(config), _query_width(config) + 2 * _kv_width(config)
+    has_experts = config.experts is not None and config.experts.in_layers[index]
     return LayerWeights(
         input_norm=empty(hidden),
         qkv=projection(qkv, hidden, config.qkv_bias),
@@ -65,9 +71,25 @@ def allocate_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device
         key_norm=empty(config.head_dim) if config.has_qk_norm else None,
         output=projection(hidden, query, config.output_bias),
         mlp_norm=empty(hidden),
-        gate_up=projection(2 * middle, hidden, config.mlp_bias),
-        down=projection(hidden, middle, config.mlp_bias),
+        gate_up=None if has_experts else projection(2 * middle, hidden, config.mlp_bias),
+        down=None if has_experts else projection(hidden, middle, config.mlp_bias),
+        experts=_allocate_experts(config.experts, hidden, empty) if config.experts and has_experts else None,
     )
+
+
+def _allocate_experts(
+    config: ExpertConfig, hidden_size: int, empty: Callable[..., Tensor]
+) -> ExpertWeights[DenseProjection]:
+    """Each expert is a part of the layer's stacks."""
+    stacks = ExpertStacks(
+        gate_up=empty(config.num_experts, 2 * config.intermediate_size, hidden_size),
+        down=empty(config.num_experts, hidden_size, config.intermediate_size),
+    )
+    experts = (
+        Expert(DenseProjection(gate_up), DenseProjection(down))
+        for gate_up, down in zip(stacks.gate_up, stacks.down, strict=True)
+    )
+    return ExpertWeights(empty(config.num_experts, hidden_size), tuple(experts), stacks)
 
 
 def placements(config: ModelConfig, weights: DecoderWeights[DenseProjection]) -> Iterator[Placement]:
@@ -88,9 +110,8 @@ def outside_placements(config: ModelConfig, weights: DecoderWeights[DenseProject
 def layer_placements(config: ModelConfig, layer: LayerWeights[DenseProjection], index: int) -> Iterator[Placement]:
     """Those of a layer, by its number."""
     prefix = f"model.layers.{index}"
-    query, kv, middle = _query_width(config), _kv_width(config), config.intermediate_size
+    query, kv = _query_width(config), _kv_width(config)
     qkv_parts = (("q_proj", query), ("k_proj", kv), ("v_proj", kv))
-    gate_up_parts = (("gate_proj", middle), ("up_proj", middle))
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     yield Placement(f"{prefix}.input_layernorm.weight", layer.input_norm)
     yield from _fused(attention, "weight", qkv_parts, layer.qkv.weight)
@@ -100,10 +121,22 @@ def layer_placements(config: ModelConfig, layer: LayerWeights[DenseProjection], 
     yield Placement(f"{attention}.o_proj.weight", layer.output.weight)
     yield from _optional(f"{attention}.o_proj.bias", layer.output.bias)
     yield Placement(f"{prefix}.post_attention_layernorm.weight", layer.mlp_norm)
-    yield from _fused(mlp, "weight", gate_up_parts, layer.gate_up.weight)
-    yield from _fused(mlp, "bias", gate_up_parts, layer.gate_up.bias)
-    yield Placement(f"{mlp}.down_proj.weight", layer.down.weight)
-    yield from _optional(f"{mlp}.down_proj.bias", layer.down.bias)
+    if layer.gate_up is not None and layer.down is not None:
+        yield from _gated_placements(mlp, layer.gate_up, layer.down)
+    if layer.experts is not None:
+        yield Placement(f"{mlp}.gate.weight", layer.experts.router)
+        for number, expert in enumerate(layer.experts.experts):
+            yield from _gated_placements(f"{mlp}.experts.{number}", expert.gate_up, expert.down)
+
+
+def _gated_placements(prefix: str, gate_up: DenseProjection, down: DenseProjection) -> Iterator[Placement]:
+    """Those of a dense feed-forward part, or of one expert."""
+    width = gate_up.weight.shape[0] // 2
+    parts = (("gate_proj", width), ("up_proj", width))
+    yield from _fused(prefix, "weight", parts, gate_up.weight)
+    yield from _fused(prefix, "bias", parts, gate_up.bias)
+    yield Placement(f"{prefix}.down_proj.weight", down.weight)
+    yield from _optional(f"{prefix}.down_proj.bias", down.bias)
 
 
 def _fused(prefix: str, kind: str, parts: tuple[tuple[str, int], ...], whole: Tensor | None) -> Iterator[Placement]:

@@ -1,4 +1,4 @@
-"""gpu_worker: what a dense decoder is: the numbers that its computation depends on."""
+"""gpu_worker: what a decoder is: the numbers that its computation depends on."""
 
 from __future__ import annotations
 
@@ -10,14 +10,33 @@ from services.gpu_worker.models.rotary import RotaryConfig
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """Feed-forward parts of many experts, of which each token goes through a few.
+
+    Attributes:
+        num_experts: of a layer.
+        num_chosen: experts that a token goes through, 1 to num_experts.
+        intermediate_size: width of one expert.
+        normalizes_shares: whether the shares of the chosen experts are made to add up to 1.
+        in_layers: for each layer, whether it has experts; the others are dense.
+    """
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    normalizes_shares: bool
+    in_layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder.
+    """A decoder, dense or with experts.
 
     Attributes:
         model_type: the family, a key of `registry.FAMILIES`.
         vocab_size: rows of the embedding and width of the logits; may exceed the tokenizer's entries.
         hidden_size: width of the residual stream.
-        intermediate_size: width of the feed-forward part.
+        intermediate_size: width of the feed-forward part of a dense layer.
         num_layers: decoder layers.
         num_heads: query heads.
         num_kv_heads: key/value heads, a divisor of num_heads.
@@ -31,6 +50,7 @@ class ModelConfig:
         qkv_bias: whether the query, key and value projections add a bias.
         output_bias: whether attention's output projection does.
         mlp_bias: whether the feed-forward projections do.
+        experts: the experts of layers that have such, None where all layers are dense.
         dtype: what the checkpoint says it is in, None where it does not say.
     """
 
@@ -51,4 +71,5 @@ class ModelConfig:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
+    experts: ExpertConfig | None
     dtype: torch.dtype | None

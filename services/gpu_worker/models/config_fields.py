@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 from services.model_files.errors import ModelFileError
 
@@ -36,7 +37,7 @@ class ConfigFields:
             if default is None:
                 raise self.error(name, "is missing")
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        if not _is_integer(value, minimum):
             raise self.error(name, f"must be a whole number of at least {minimum}, not {value!r}")
         return value
 
@@ -78,6 +79,15 @@ class ConfigFields:
             raise self.error(name, "must be a list of strings")
         return value
 
+    def integers(self, name: str, minimum: int = 0) -> list[int] | None:
+        """A list of whole numbers >= minimum, None where the field is absent."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(_is_integer(item, minimum) for item in value):
+            raise self.error(name, f"must be a list of whole numbers of at least {minimum}")
+        return value
+
     def group(self, name: str) -> ConfigFields | None:
         """A nested object, None where the field is absent."""
         value = self._values.get(name)
@@ -90,3 +100,7 @@ class ConfigFields:
     def names(self) -> list[str]:
         """Names of the fields that are there and not null."""
         return [name for name, value in self._values.items() if value is not None]
+
+
+def _is_integer(value: object, minimum: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum

@@ -1,4 +1,4 @@
-"""gpu_worker: one forward pass of a dense decoder: what all families do alike.
+"""gpu_worker: one forward pass of a decoder: what all families do alike.
 
 Sums are kept in the model's dtype, as the models were trained; logits are float32. The final norm and the head are
 apart from the layers, because few tokens need them: those that sample, and the prompt's where somebody asks for more.
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from services.gpu_worker.attention.backend import StepAttention
 from services.gpu_worker.models.config import ModelConfig
+from services.gpu_worker.models.feed_forward import feed_forward
 from services.gpu_worker.models.layer_weights import DecoderWeights
 from services.gpu_worker.models.operators import Operators
 from services.gpu_worker.models.projection import Projection
@@ -59,7 +60,7 @@ class Decoder:
             attended = attention.attend(index, queries, config.windows[index])  # [num_tokens, num_heads, head_dim]
             added = layer.output(attended.flatten(1))
             hidden, x = self._norm(hidden, added, layer.mlp_norm)
-            added = layer.down(operators.gated(layer.gate_up(x)))  # [num_tokens, hidden_size]
+            added = feed_forward(x, layer, config, operators)  # [num_tokens, hidden_size]
         return hidden if added is None else hidden + added
 
     def _norm(self, hidden: Tensor, added: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """gpu_worker: what distinguishes one model family from another.
 
 A family is data and functions: defaults of its configuration, which projections have biases, which layers see through a
-window, and how it makes queries, keys and values. The rest of a decoder is the same for all (`decoder.py`).
+window, which have experts, and how it makes queries, keys and values. The rest of a decoder is the same for all
+(`decoder.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.gpu_worker.models.config import ModelConfig
+from services.gpu_worker.models.config import ExpertConfig, ModelConfig
 from services.gpu_worker.models.config_fields import ConfigFields
 from services.gpu_worker.models.layer_weights import LayerWeights
 from services.gpu_worker.models.operators import Operators
@@ -34,6 +35,17 @@ NO_BIASES = Biases(qkv=False, output=False, mlp=False)
 ProjectQkv = Callable[[Tensor, LayerWeights[Projection], ModelConfig, Operators], tuple[Tensor, Tensor]]
 
 
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+
+
+def refuse_experts(fields: ConfigFields, num_layers: int) -> ExpertConfig | None:
+    """Of a family without experts: None. Mixtures have been published under the model_type of a dense family too."""
+    for name in _EXPERT_FIELDS:
+        if fields.has(name):
+            raise fields.error(name, "mixtures of experts are not supported in this family")
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One model type of config.json.
@@ -48,6 +60,7 @@ class Family:
         read_biases: which projections have biases.
         read_windows: the window of each of num_layers layers.
         project_qkv: makes a layer's queries, keys and values.
+        read_experts: the experts of num_layers layers, None where there are none.
     """
 
     model_type: str
@@ -59,3 +72,4 @@ class Family:
     read_biases: Callable[[ConfigFields], Biases]
     read_windows: Callable[[ConfigFields, int], tuple[int | None, ...]]
     project_qkv: ProjectQkv
+    read_experts: Callable[[ConfigFields, int], ExpertConfig | None] = refuse_experts

@@ -1,4 +1,4 @@
-"""gpu_worker: the weights of a dense decoder, as the models read them.
+"""gpu_worker: the weights of a decoder, as the models read them.
 
 Matrices that multiply the same input are kept as one: fewer, larger products. A checkpoint is read into dense
 projections; what runs may hold others, made of them.
@@ -7,11 +7,12 @@ projections; what runs may hold others, made of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from services.gpu_worker.models.expert_weights import ExpertWeights, GroupedProduct
 from services.gpu_worker.models.projection import DenseProjection, Projection
 
 P_co = TypeVar("P_co", bound=Projection, covariant=True)
@@ -29,8 +30,9 @@ class LayerWeights(Generic[P_co]):
         key_norm: [head_dim].
         output: [hidden_size, q].
         mlp_norm: [hidden_size].
-        gate_up: [2 * intermediate_size, hidden_size], gate rows, then up rows.
-        down: [hidden_size, intermediate_size].
+        gate_up: [2 * intermediate_size, hidden_size], gate rows, then up rows; None in a layer of experts.
+        down: [hidden_size, intermediate_size]; likewise.
+        experts: what a layer of experts has in their place.
     """
 
     input_norm: Tensor
@@ -39,8 +41,9 @@ class LayerWeights(Generic[P_co]):
     key_norm: Tensor | None
     output: P_co
     mlp_norm: Tensor
-    gate_up: P_co
-    down: P_co
+    gate_up: P_co | None
+    down: P_co | None
+    experts: ExpertWeights[P_co] | None = None
 
     def with_projections(self, change: Callable[[P_co], Q]) -> LayerWeights[Q]:
         """The same layer with other projections, each made of the one that is there."""
@@ -51,14 +54,15 @@ class LayerWeights(Generic[P_co]):
             key_norm=self.key_norm,
             output=change(self.output),
             mlp_norm=self.mlp_norm,
-            gate_up=change(self.gate_up),
-            down=change(self.down),
+            gate_up=None if self.gate_up is None else change(self.gate_up),
+            down=None if self.down is None else change(self.down),
+            experts=None if self.experts is None else self.experts.with_projections(change),
         )
 
     @property
     def projections(self) -> tuple[P_co, ...]:
-        """All of them, in the order in which a step multiplies by them."""
-        return (self.qkv, self.output, self.gate_up, self.down)
+        """Those that every token goes through, in the order in which a step multiplies by them."""
+        return tuple(each for each in (self.qkv, self.output, self.gate_up, self.down) if each is not None)
 
     @property
     def norm_bytes(self) -> int:
@@ -69,7 +73,8 @@ class LayerWeights(Generic[P_co]):
     @property
     def num_bytes(self) -> int:
         """Memory of all of them."""
-        return self.norm_bytes + sum(each.num_bytes for each in self.projections)
+        experts = 0 if self.experts is None else self.experts.num_bytes
+        return self.norm_bytes + experts + sum(each.num_bytes for each in self.projections)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,19 @@ class DecoderWeights(Generic[P_co]):
     final_norm: Tensor
     head: P_co
     rotary_frequencies: Tensor
+
+    def with_grouped_product(self, product: GroupedProduct) -> DecoderWeights[P_co]:
+        """The same model, with all experts of a layer multiplied at once where their matrices are stacked."""
+        layers = (
+            replace(layer, experts=layer.experts.with_grouped_product(product)) if layer.experts else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
+    @property
+    def is_read_on_host(self) -> bool:
+        """Whether the host must know which experts were chosen before it can go on."""
+        return any(layer.experts is not None and not layer.experts.is_multiplied_at_once for layer in self.layers)
 
     @property
     def num_bytes(self) -> int:

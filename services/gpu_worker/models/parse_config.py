@@ -16,12 +16,8 @@ from services.gpu_worker.models.rotary import parse_rotary
 from services.model_files.source import ModelFiles
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# Mixtures of experts and compressed weights carry these under a model_type of their own or of a dense family alike.
+# Compressed weights carry these under the model_type of their family.
 _REFUSED = {
-    "num_experts": "mixtures of experts are not supported",
-    "num_local_experts": "mixtures of experts are not supported",
-    "n_routed_experts": "mixtures of experts are not supported",
-    "moe_intermediate_size": "mixtures of experts are not supported",
     "quantization_config": "quantized checkpoints in this form are not supported (GGUF files are)",
     "compression_config": "quantized checkpoints in this form are not supported (GGUF files are)",
 }
@@ -31,8 +27,8 @@ def parse_model_config(files: ModelFiles) -> ModelConfig:
     """Reads the configuration of a model.
 
     Raises:
-        ModelFileError: unknown model type, activation or position embedding, a quantized or expert model, a missing or
-            impossible value; the message names the file and the field.
+        ModelFileError: unknown model type, activation or position embedding, a quantized model, experts in a family
+            without such, a missing or impossible value; the message names the file and the field.
     """
     path = files.path / "config.json" if files.kind == "folder" else files.path
     fields = ConfigFields(path, files.config)
@@ -61,6 +57,7 @@ def parse_model_config(files: ModelFiles) -> ModelConfig:
         qkv_bias=biases.qkv,
         output_bias=biases.output,
         mlp_bias=biases.mlp,
+        experts=family.read_experts(fields, num_layers),
         dtype=_dtype(fields),
     )
 

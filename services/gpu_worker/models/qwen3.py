@@ -1,4 +1,7 @@
-"""gpu_worker: Qwen3, dense. Queries and keys are normalised head by head; a head's width is a field of its own."""
+"""gpu_worker: Qwen3, dense (`qwen3_moe` has experts).
+
+Queries and keys are normalised head by head; a head's width is a field of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,15 @@ from services.gpu_worker.models.projection import Projection
 from services.gpu_worker.models.qwen2 import read_qwen_windows
 
 
-def _read_biases(fields: ConfigFields) -> Biases:
+def read_qwen3_biases(fields: ConfigFields) -> Biases:
+    """Which projections of Qwen3 have biases."""
     attention = fields.flag("attention_bias", False)
     if fields.flag("mlp_bias", False):
         raise fields.error("mlp_bias", "a qwen3 model has none")
     return Biases(qkv=attention, output=attention, mlp=False)
 
 
-def _project_qkv(
+def project_normed_qkv(
     x: Tensor, layer: LayerWeights[Projection], config: ModelConfig, operators: Operators
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys, normalised head by head, and values: see `family.ProjectQkv`."""
@@ -41,7 +45,7 @@ QWEN3 = Family(
     default_max_positions=32768,
     has_qk_norm=True,
     gguf_interleaves_heads=False,
-    read_biases=_read_biases,
+    read_biases=read_qwen3_biases,
     read_windows=read_qwen_windows,
-    project_qkv=_project_qkv,
+    project_qkv=project_normed_qkv,
 )

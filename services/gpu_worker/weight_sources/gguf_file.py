@@ -1,8 +1,8 @@
 """gpu_worker: reads the weights of a GGUF file, decoding whatever type the gguf package can decode.
 
-Two things differ from a Hugging Face checkpoint: the names, and, in files of the architecture llama (Mistral's too),
-the
-rows of the query and key projections. There a head keeps the two halves of each rotary pair next to each other:
+Three things differ from a Hugging Face checkpoint: the names; one tensor [num_experts, rows, columns] holds a matrix of
+all experts of a layer, whose parts have the names of their own here; and, in files of the architecture llama (Mistral's
+too), the rows of the query and key projections. There a head keeps the two halves of each rotary pair side by side:
 
     checkpoint  a0 a1 a2 .. b0 b1 b2 ..      GGUF  a0 b0 a1 b1 a2 b2 ..
 """
@@ -10,6 +10,8 @@ rows of the query and key projections. There a head keeps the two halves of each
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from time import perf_counter
 
 import torch
@@ -37,7 +39,9 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+_EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 _INTERLEAVED = re.compile(r"\.self_attn\.[qk]_proj\.(weight|bias)$")
@@ -64,8 +68,9 @@ class GgufFile:
         size = header.path.stat().st_size
         formats = {kind: block_format(kind) for kind in {entry.ggml_type for entry in header.tensors.values()}}
         for entry in header.tensors.values():
-            name = checkpoint_name(entry.name)
-            self._formats[name], self.tensors[name] = _describe(header, entry, formats[entry.ggml_type], size)
+            layout, tensor = _describe(header, entry, formats[entry.ggml_type], size)
+            for name, part in _parts(tensor):
+                self._formats[name], self.tensors[name] = layout, part
 
     def load(self, name: str, target: Tensor, meter: LoadMeter) -> None:
         """See `WeightSource.load`. A few rows at a time are read, decoded and put in their place."""
@@ -123,6 +128,21 @@ def checkpoint_name(gguf_name: str) -> str:
     if outside and outside[1] in _NAMES:
         return f"{_NAMES[outside[1]]}.{outside[2]}"
     return gguf_name
+
+
+def _parts(tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """A tensor under its checkpoint name; a matrix of all experts as one for each, whole blocks like its rows."""
+    found = _IN_LAYER.fullmatch(tensor.name_in_file)
+    part = _EXPERT_NAMES.get(found[2]) if found else None
+    # Experts without a byte are no matrices, and the file could name any number of them.
+    if found is None or part is None or len(tensor.shape) != 3 or tensor.num_bytes < tensor.shape[0]:
+        yield checkpoint_name(tensor.name_in_file), tensor
+        return
+    num_bytes = tensor.num_bytes // tensor.shape[0]
+    for expert in range(tensor.shape[0]):
+        name = f"model.layers.{found[1]}.mlp.experts.{expert}.{part}.{found[3]}"
+        start = tensor.start + expert * num_bytes
+        yield name, replace(tensor, shape=tensor.shape[1:], start=start, num_bytes=num_bytes)
 
 
 def _describe(

@@ -13,7 +13,7 @@ from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.step_inputs import StepRow, build_step_inputs
-from services.gpu_worker.weights import LoadedModel
+from services.gpu_worker.weights import LoadedModel, RunnableModel
 
 
 @dataclass
@@ -34,11 +34,19 @@ class StepDriver:
     """A runner with its pool; pages are dealt from a shuffled pack, so that a row's are hardly ever neighbours."""
 
     def __init__(
-        self, model: LoadedModel, attention: AttentionBackend, page_size: int, num_tokens: int, shuffled: bool = True
+        self,
+        model: LoadedModel | RunnableModel,
+        attention: AttentionBackend,
+        page_size: int,
+        num_tokens: int,
+        shuffled: bool = True,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """A pool for `num_tokens` tokens."""
+        """A pool for `num_tokens` tokens, of the model's dtype unless another is given."""
         config, embedding = model.config, model.weights.embedding
-        shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, page_size, embedding.dtype)
+        shape = KvCacheShape(
+            config.num_layers, config.num_kv_heads, config.head_dim, page_size, kv_dtype or embedding.dtype
+        )
         self.page_size = page_size
         self.device = embedding.device
         num_pages = -(-num_tokens // page_size)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from services.gpu_worker.models.config import ModelConfig
+from services.gpu_worker.models.config import ExpertConfig, ModelConfig
 from services.gpu_worker.models.parse_config import parse_model_config
 from services.gpu_worker.models.registry import FAMILIES
 from services.gpu_worker.models.rotary import rotary_cos_sin, rotate
@@ -37,7 +37,7 @@ def parse(model_type: str = "llama", /, **fields: object) -> ModelConfig:
 
 
 def test_the_families() -> None:
-    assert list(FAMILIES) == ["llama", "mistral", "qwen2", "qwen3"]
+    assert list(FAMILIES) == ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
 
 
 def test_wgt_04_head_dim_is_a_field_of_its_own() -> None:
@@ -54,7 +54,7 @@ def test_wgt_04_head_dim_where_the_key_is_absent_or_null(model_type: str, head_d
     assert parse(model_type, **fields, head_dim=16).head_dim == 16
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> None:
     fields = {**MINIMAL, "num_attention_heads": 32, "hidden_size": 512}
     theirs = transformers.AutoConfig.for_model(model_type, **fields)
@@ -66,6 +66,36 @@ def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> Non
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings is False
     window = theirs.sliding_window if model_type == "mistral" else None
     assert ours.windows == (window,) * 3
+    if model_type == "qwen3_moe":
+        assert ours.experts == ExpertConfig(
+            num_experts=theirs.num_experts,
+            num_chosen=theirs.num_experts_per_tok,
+            intermediate_size=theirs.moe_intermediate_size,
+            normalizes_shares=theirs.norm_topk_prob,
+            in_layers=(True,) * 3,
+        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "in_layers"),
+    [
+        ({"decoder_sparse_step": 2}, (False, True, False)),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [0]}, (False, True, True)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, None),
+        ({"num_experts": 0}, None),
+        ({"num_experts": None, "num_local_experts": 16}, (True, True, True)),
+    ],
+)
+def test_which_layers_have_experts(fields: dict[str, object], in_layers: tuple[bool, ...] | None) -> None:
+    experts = parse("qwen3_moe", num_key_value_heads=2, **{"num_experts": 16} | fields).experts
+    assert (experts and experts.in_layers) == in_layers
+    assert experts is None or experts.num_experts == 16
+
+
+@pytest.mark.parametrize(("flag", "window"), [(False, None), (True, 9)])
+def test_a_window_of_qwen3_moe_is_that_of_all_layers(flag: bool, window: int | None) -> None:
+    config = parse("qwen3_moe", use_sliding_window=flag, sliding_window=9, max_window_layers=2)
+    assert config.windows == (window,) * 3
 
 
 def test_null_key_value_heads_means_one_for_each_query_head() -> None:
@@ -207,7 +237,13 @@ NESTED: dict[str, object] = {"full_attention": {"rope_type": "default", "rope_th
     ("fields", "field"),
     [
         ({"model_type": "gpt2"}, "model_type"),
-        ({"model_type": "qwen3_moe"}, "model_type"),
+        ({"model_type": "qwen2_moe"}, "model_type"),
+        ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ({"model_type": "qwen3_moe", "n_routed_experts": 4}, "n_routed_experts"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0, -1]}, "mlp_only_layers"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 1}, "mlp_only_layers"),
+        ({"moe_intermediate_size": 8}, "moe_intermediate_size"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"num_experts": 8}, "num_experts"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,7 @@ NAMES = {
     "model.layers.{}.mlp.gate_proj": "blk.{}.ffn_gate",
     "model.layers.{}.mlp.up_proj": "blk.{}.ffn_up",
     "model.layers.{}.mlp.down_proj": "blk.{}.ffn_down",
+    "model.layers.{}.mlp.gate": "blk.{}.ffn_gate_inp",
 }
 GGUF_NAMES = {
     theirs.format(layer) + kind: ours.format(layer) + kind
@@ -71,12 +73,21 @@ def interleaved(rows: Array, num_heads: int) -> Array:
     return rows.reshape(num_heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
+def stack_experts(tensors: dict[str, Array]) -> None:
+    """As llama.cpp's converter does: one tensor of all experts for each of their matrices."""
+    parts: dict[str, dict[int, Array]] = {}
+    for name in list(tensors):
+        if found := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight", name):
+            parts.setdefault(f"blk.{found[1]}.ffn_{found[3]}_exps.weight", {})[int(found[2])] = tensors.pop(name)
+    tensors.update({name: np.stack([part for _, part in sorted(found.items())]) for name, found in parts.items()})
+
+
 def write_as_gguf(
     tiny: TinyModel, path: Path, kind: gguf.GGMLQuantizationType = F32, change: Change = lambda tensors: None
 ) -> Path:
     """Writes a tiny model the way llama.cpp's converter does: matrices in `kind`, vectors in float32."""
     config = tiny.model.config
-    arch = "llama" if config.model_type in ("llama", "mistral") else config.model_type
+    arch = {"llama": "llama", "mistral": "llama", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
     tensors: dict[str, Array] = {}
     for name, tensor in load_file(tiny.folder / "model.safetensors").items():
         array = tensor.numpy()
@@ -84,7 +95,8 @@ def write_as_gguf(
             array = interleaved(array, config.num_attention_heads)
         if arch == "llama" and ".k_proj." in name:
             array = interleaved(array, config.num_key_value_heads)
-        tensors[GGUF_NAMES[name]] = array
+        tensors[GGUF_NAMES.get(name, name)] = array
+    stack_experts(tensors)
     change(tensors)
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_context_length(config.max_position_embeddings)
@@ -95,13 +107,19 @@ def write_as_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if config.model_type == "qwen3":
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if not config.norm_topk_prob:
+            writer.add_expert_weights_norm(False)
+    if config.model_type in ("qwen3", "qwen3_moe"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if config.model_type == "mistral":
         writer.add_sliding_window(config.sliding_window)
     for name, array in tensors.items():
-        as_kind = kind if array.ndim == 2 else F32
+        as_kind = kind if array.ndim > 1 and array.shape[-1] % 32 == 0 else F32
         writer.add_tensor(name, quants.quantize(array, as_kind), raw_dtype=as_kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -126,15 +144,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny_model("llama", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe-dense-layer"])
 def test_the_same_model_as_from_safetensors(name: str, tmp_path: Path) -> None:
     tiny = make_tiny_model(name, tmp_path / "folder")
     model = load(write_as_gguf(tiny, tmp_path / "model.gguf"))
-    assert model.config.model_type == name
+    assert model.config.model_type == name.removesuffix("-dense-layer")
     assert float((logits_of(model) - tiny.logits(IDS)).abs().max()) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
 def test_large_tensors_are_read_piece_by_piece(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = make_tiny_model(name, tmp_path / "folder")
     path = write_as_gguf(tiny, tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q8_0)
@@ -179,7 +197,9 @@ def test_quantized_matrices_are_those_that_the_gguf_package_decodes(
     name = "model.layers.2.mlp.up_proj.weight"
     expected = quants.dequantize(quants.quantize(stored[name].numpy(), quantization), quantization)
     model = load(path)
-    up = model.weights.layers[2].gate_up.weight[96:]
+    gate_up = model.weights.layers[2].gate_up
+    assert gate_up is not None
+    up = gate_up.weight[96:]
     assert np.array_equal(up.numpy(), expected)
     # The heads of a quantized query projection are put back in order after decoding.
     query = stored["model.layers.2.self_attn.q_proj.weight"]
@@ -233,14 +253,16 @@ def test_types_that_are_no_weights_are_not_decoded(kind: int) -> None:
 def test_names() -> None:
     assert checkpoint_name("blk.12.attn_k_norm.weight") == "model.layers.12.self_attn.k_norm.weight"
     assert checkpoint_name("output_norm.weight") == "model.norm.weight"
-    for unknown in ("blk.0.ffn_gate_inp.weight", "blk.x.attn_q.weight", "rope_freqs.weight", "attn_q.weight", ""):
+    for unknown in ("blk.0.ffn_gate_shexp.weight", "blk.x.attn_q.weight", "rope_freqs.weight", "attn_q.weight", ""):
         assert checkpoint_name(unknown) == unknown
 
 
 def test_loading_in_half_precision(llama: TinyModel, tmp_path: Path) -> None:
     path = write_as_gguf(llama, tmp_path / "model.gguf", gguf.GGMLQuantizationType.F16)
     stored = load_file(llama.folder / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
-    assert torch.equal(load(path, torch.float16).weights.layers[0].down.weight, stored.half())
+    down = load(path, torch.float16).weights.layers[0].down
+    assert down is not None
+    assert torch.equal(down.weight, stored.half())
 
 
 def without(name: str) -> Change:

@@ -126,7 +126,9 @@ def test_wgt_09_every_stored_dtype_loads_as_every_dtype(
     write_tensors(folder, tensors)
     model = load(folder, wanted)
     dtype = wanted or torch.float32
-    assert torch.equal(model.weights.layers[1].down.weight, tensors["model.layers.1.mlp.down_proj.weight"].to(dtype))
+    down = model.weights.layers[1].down
+    assert down is not None
+    assert torch.equal(down.weight, tensors["model.layers.1.mlp.down_proj.weight"].to(dtype))
     assert torch.equal(model.weights.embedding, tensors["model.embed_tokens.weight"].to(dtype))
     num_parameters = sum(tensor.numel() for tensor in tensors.values())
     assert model.report.num_bytes_placed == num_parameters * dtype.itemsize

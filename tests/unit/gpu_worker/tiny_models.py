@@ -32,6 +32,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_EXPERTS: dict[str, Any] = {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**_SIZES),
@@ -45,6 +46,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "qwen3": lambda: transformers.Qwen3Config(**_SIZES, head_dim=32),
     "qwen3-biases": lambda: transformers.Qwen3Config(**_SIZES, head_dim=32, attention_bias=True),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=True),
+    "qwen3_moe-dense-layer": lambda: transformers.Qwen3MoeConfig(
+        **_SIZES, **_EXPERTS, mlp_only_layers=[2], attention_bias=True
+    ),
 }
 
 

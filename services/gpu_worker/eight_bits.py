@@ -1,0 +1,75 @@
+"""gpu_worker: where weights and keys and values of 8 bits go: what the settings ask for, or why that cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from services.gpu_worker.fp8 import E4M3, E5M2
+from services.gpu_worker.kernels import rounding_for
+from services.gpu_worker.models.config import ModelConfig
+from services.gpu_worker.products.fp8 import Fp8Forms
+from services.runtime.config import Settings
+from services.runtime.service import StartError
+
+_KV_DTYPES = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2}
+_LEAST_CAPABILITY = (8, 9)  # of devices that convert these numbers and multiply them
+
+
+def choose_kv_dtype(settings: Settings, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The element type of the KV pool.
+
+    Args:
+        settings: `kv_cache_dtype` and `numerics`.
+        device: where the pool lies.
+        dtype: of the model.
+
+    Raises:
+        StartError: 8 bits do not go with the other settings, or not with this device.
+    """
+    flag = f"--kv-cache-dtype {settings.kv_cache_dtype}"
+    if settings.kv_cache_dtype == "auto":
+        return dtype
+    if settings.numerics == "exact":
+        raise StartError(f"--numerics exact computes in float32: {flag} goes with --numerics fast")
+    if device.type == "cuda":
+        _require_capability(flag, device)
+        if dtype == torch.float32:
+            raise StartError(f"{flag} goes with half precision on a CUDA device: --dtype bfloat16")
+    return _KV_DTYPES[settings.kv_cache_dtype]
+
+
+def check_fp8_weights(settings: Settings, device: torch.device, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Refuses `--quantization fp8` where it does not go.
+
+    Raises:
+        StartError: names what is in the way.
+    """
+    flag = "--quantization fp8"
+    if settings.numerics == "exact":
+        raise StartError(f"--numerics exact computes in float32: {flag} goes with --numerics fast")
+    if device.type != "cuda":
+        raise StartError(f"{flag} needs a CUDA device that multiplies such numbers, not a CPU")
+    _require_capability(flag, device)
+    if dtype != torch.bfloat16:
+        raise StartError(f"{flag} gives results in bfloat16: --dtype bfloat16")
+    if config.experts is not None:
+        raise StartError(f"{flag} is not built for experts ({config.model_type})")
+
+
+def fp8_forms(
+    settings: Settings, config: ModelConfig, device: torch.device, dtype: torch.dtype, pump: Callable[[], None]
+) -> Fp8Forms | None:
+    """What becomes of a model's matrices under `--quantization fp8`, None without it; see `check_fp8_weights`."""
+    if settings.quantization != "fp8":
+        return None
+    check_fp8_weights(settings, device, config, dtype)
+    return Fp8Forms(config, rounding_for(device), pump)
+
+
+def _require_capability(flag: str, device: torch.device) -> None:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        has, needs = (".".join(map(str, each)) for each in (capability, _LEAST_CAPABILITY))
+        raise StartError(f"{flag} needs a device of compute capability {needs}, this one has {has}")
