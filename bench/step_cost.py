@@ -29,6 +29,7 @@ from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.prepared_step import Spans
 from services.gpu_worker.products.forms import CpuForms
+from services.gpu_worker.proposals import Proposals
 from services.gpu_worker.row_lines import Picks
 from services.gpu_worker.sampler import sample
 from services.gpu_worker.step_inputs import StepInputs
@@ -71,8 +72,8 @@ class PlainRows(RowOptions):
         self._device = options._device
         self._sampling = options._sampling
 
-    def work(self, picks: Picks, spans: Spans, masks: StepMasks | None) -> StepWork:
-        """See `RowOptions.work`."""
+    def work(self, picks: Picks, spans: Spans, masks: StepMasks | None, proposals: Proposals | None = None) -> StepWork:
+        """See `RowOptions.work`; the plans measured here propose nothing."""
         places, rows = upload_together([picks.logit_rows, picks.rows], self._device)
         groups = self._sampling.groups(picks.rows, picks.positions, picks.logit_rows)
         return StepWork(picks, places, rows, groups, None, None, None, None, None)
