@@ -186,7 +186,7 @@ class StepLauncher:
         verified = self._state.verify(step.rows, proposals, step.output)
         step.forced.update(verified.followers)
         if verified.spoiled_slots:
-            self._runner.kv_cache.zero_slots(verified.spoiled_slots)
+            self._runner.zero_slots(verified.spoiled_slots)
 
     def _forward(self, step: PreparedStep, clock: StepClock) -> tuple[Tensor, Tensor]:
         """Hidden states of all tokens, logits of each row's last own one, and of proposals behind them."""

@@ -182,6 +182,19 @@ def test_a_proposer_grows_with_success_shrinks_without_and_rests_longer_each_tim
     assert proposer.rests_until == 500 + FIRST_REST_STEPS
 
 
+def test_an_answer_that_goes_on_elsewhere_is_the_same_and_proposes_from_what_it_has() -> None:
+    """A request that a lost worker had begun is submitted again with its output so far."""
+    first, second = new_driver(), new_driver()
+    whole = submit(first, 1)
+    first.run()
+    again = new_submit(1, PHRASE, 100, seed=PERIODIC, output_token_ids=whole.token_ids[:40], attempt=1)
+    resumed = second.submit(again)
+    second.run()
+    second.check_answer(resumed)
+    assert resumed.token_ids == whole.token_ids
+    assert second.core.counters.accepted_tokens > 30
+
+
 def test_the_settings_reach_the_core() -> None:
     assert limits_of(worker_card(), Settings()).speculation is None
     settings = Settings(speculation="ngram", speculation_tokens=5, speculation_min_match=2)
