@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -41,7 +41,7 @@ from services.gpu_worker.worker_state import WorkerState
 from services.launcher.models import resolve_model
 from services.model_files.source import open_model
 from services.runtime.config import Settings
-from services.wire.columns import pack_int32
+from services.wire.columns import pack_int32, unpack_int32
 from services.wire.request_params import SamplingParams
 from services.wire.steps import NewRow, StepPlan
 
@@ -121,6 +121,21 @@ class DecodingRows:
         plan = self._plan(list(range(self._num_rows)), self._length, 1, ())
         self._length += 1
         return self._run(plan)
+
+    def verify(self, num_proposals: int) -> float:
+        """The same with so many proposals a row, none of which stands unless by chance it is right."""
+        plan = self._plan(list(range(self._num_rows)), self._length, 1, ())
+        plan = replace(
+            plan,
+            num_new_tokens=pack_int32([1 + num_proposals] * self._num_rows),
+            proposal_counts=pack_int32([num_proposals] * self._num_rows),
+            proposal_ids=pack_int32([0] * (num_proposals * self._num_rows)),
+        )
+        begin = perf_counter()
+        result = self._launcher.finish(self._launcher.launch(plan))
+        elapsed_ms = 1000 * (perf_counter() - begin)
+        self._length += max(unpack_int32(result.counts))
+        return elapsed_ms
 
     def forward(self) -> float:
         """The newest step's forward pass once more; milliseconds."""

@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from services.scheduler.ngram_index import NgramIndex
 
 FIRST_IDS = 4
-"""Length of a first proposal, if so many are allowed: a CPU computes about so many tokens for the price of one."""
+"""Length of a first proposal, and of one after a failure, if so many are allowed."""
 
-MOST_MISSES = 2
-"""Proposals in a row of which nothing stood, before a rest."""
+COST_IDS = 1
+"""Ids that must stand for a step with proposals to be no loss: on a CPU it takes as long as about two without
+(`python -m bench.verify_cost`)."""
+
+MOST_LOST_IDS = 2
+MOST_WON_IDS = 4
+"""Where the account of what proposals won and cost ends: at the lower end the request rests."""
 
 FIRST_REST_STEPS = 16
 MOST_REST_STEPS = 512
@@ -45,7 +50,7 @@ class Proposer:
     """The guesses about one request."""
 
     __slots__ = (
-        "_index", "_most_ids", "_num_misses", "_num_tokens", "_place", "_rest_steps", "has_waited", "num_ids",
+        "_index", "_most_ids", "_num_tokens", "_num_won", "_place", "_rest_steps", "has_waited", "num_ids",
         "rests_until",
     )  # fmt: skip
 
@@ -59,7 +64,7 @@ class Proposer:
         self._most_ids = limits.most_ids
         self._index = NgramIndex(limits.min_match)
         self._num_tokens = self._place = 0  # what was found when there were so many tokens
-        self._num_misses = 0
+        self._num_won = 0  # ids that stood, less what that cost
         self._rest_steps = FIRST_REST_STEPS
 
     def find(self, token_bytes: bytearray) -> bool:
@@ -80,21 +85,16 @@ class Proposer:
     def learn(self, num_proposed: int, num_accepted: int, step: int) -> None:
         """How a proposal fared in that step.
 
-        One that stood makes the next one longer, up to twice; else the next one is tried for one id more than stood.
+        One that stood as a whole makes the next one longer, up to twice; else the next is one id longer than what
+        stood, but not shorter than the first. Who has lost too much rests, each time for longer until it wins again.
         """
-        if not num_accepted:
-            self.num_ids = 1
-            self.miss(step)
-            return
-        self._num_misses, self._rest_steps = 0, FIRST_REST_STEPS
         if num_accepted == num_proposed:
             self.num_ids = min(self._most_ids, max(self.num_ids, 2 * num_proposed))
         else:
-            self.num_ids = min(self._most_ids, num_accepted + 1)
-
-    def miss(self, step: int) -> None:
-        """Nothing stood, or nothing was left to propose: after some of these it rests, each time for longer."""
-        self._num_misses += 1
-        if self._num_misses >= MOST_MISSES:
-            self._num_misses, self.rests_until = 0, step + self._rest_steps
+            self.num_ids = min(self._most_ids, max(FIRST_IDS, num_accepted + 1))
+        if num_accepted > COST_IDS:
+            self._rest_steps = FIRST_REST_STEPS
+        self._num_won = min(MOST_WON_IDS, self._num_won + num_accepted - COST_IDS)
+        if self._num_won <= -MOST_LOST_IDS:
+            self._num_won, self.rests_until = 0, step + self._rest_steps
             self._rest_steps = min(2 * self._rest_steps, MOST_REST_STEPS)

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from services.runtime.config import Settings
-from services.scheduler.proposer import FIRST_IDS, FIRST_REST_STEPS, Proposer, SpeculationLimits
+from services.scheduler.proposer import (
+    FIRST_IDS,
+    FIRST_REST_STEPS,
+    MOST_LOST_IDS,
+    MOST_REST_STEPS,
+    MOST_WON_IDS,
+    Proposer,
+    SpeculationLimits,
+)
 from services.scheduler.step_result import ResultError
 from services.scheduler.workers import limits_of
 from services.wire.columns import pack_int32, unpack_int32
@@ -157,7 +165,7 @@ def test_a_result_with_more_ids_than_were_proposed_fails_the_row() -> None:
         driver.core.apply_result(forged)
 
 
-def test_a_proposer_grows_with_success_shrinks_without_and_rests_longer_each_time() -> None:
+def test_proposals_grow_with_success_and_shrink_without() -> None:
     proposer = Proposer(SpeculationLimits(16, 2, 32))
     assert proposer.num_ids == FIRST_IDS
     proposer.learn(FIRST_IDS, FIRST_IDS, 0)
@@ -167,19 +175,31 @@ def test_a_proposer_grows_with_success_shrinks_without_and_rests_longer_each_tim
     assert proposer.num_ids == 16
     proposer.learn(2, 2, 3)  # there was no room for more
     assert proposer.num_ids == 16
-    proposer.learn(16, 3, 4)
-    assert proposer.num_ids == 4
-    proposer.learn(4, 0, 5)
-    assert (proposer.num_ids, proposer.rests_until) == (1, 0)
-    proposer.learn(1, 0, 6)
-    assert proposer.rests_until == 6 + FIRST_REST_STEPS
-    for step in (100, 200):
-        proposer.learn(1, 0, step)
-    assert proposer.rests_until == 200 + 2 * FIRST_REST_STEPS
-    proposer.learn(1, 1, 300)
-    proposer.miss(400)
-    proposer.miss(500)
-    assert proposer.rests_until == 500 + FIRST_REST_STEPS
+    proposer.learn(16, 6, 4)
+    assert proposer.num_ids == 7
+    proposer.learn(7, 0, 5)
+    assert proposer.num_ids == FIRST_IDS
+    assert Proposer(SpeculationLimits(2, 2, 32)).num_ids == 2
+
+
+def test_who_loses_rests_longer_each_time_until_it_wins() -> None:
+    proposer = Proposer(SpeculationLimits(16, 2, 32))
+    for step in range(4):
+        proposer.learn(4, 3, step)  # what is won counts up to a bound
+    for step in range(4, 4 + MOST_WON_IDS + MOST_LOST_IDS):
+        assert proposer.rests_until == 0
+        proposer.learn(4, 0, step)
+    assert proposer.rests_until == step + FIRST_REST_STEPS
+    for num_accepted in (1, 0, 1, 1, 0):  # one that stands is worth what the step costs
+        proposer.learn(4, num_accepted, 100)
+    assert proposer.rests_until == 100 + 2 * FIRST_REST_STEPS
+    proposer.learn(4, 2, 200)
+    for _ in range(1 + MOST_LOST_IDS):
+        proposer.learn(4, 0, 300)
+    assert proposer.rests_until == 300 + FIRST_REST_STEPS
+    for _ in range(20):
+        proposer.learn(4, 0, 400)
+    assert proposer.rests_until == 400 + MOST_REST_STEPS
 
 
 def test_an_answer_that_goes_on_elsewhere_is_the_same_and_proposes_from_what_it_has() -> None:
