@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -29,6 +29,7 @@ from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.prepared_step import Spans
 from services.gpu_worker.products.forms import CpuForms
+from services.gpu_worker.proposals import Proposals
 from services.gpu_worker.row_lines import Picks
 from services.gpu_worker.sampler import sample
 from services.gpu_worker.step_inputs import StepInputs
@@ -40,7 +41,7 @@ from services.gpu_worker.worker_state import WorkerState
 from services.launcher.models import resolve_model
 from services.model_files.source import open_model
 from services.runtime.config import Settings
-from services.wire.columns import pack_int32
+from services.wire.columns import pack_int32, unpack_int32
 from services.wire.request_params import SamplingParams
 from services.wire.steps import NewRow, StepPlan
 
@@ -71,8 +72,8 @@ class PlainRows(RowOptions):
         self._device = options._device
         self._sampling = options._sampling
 
-    def work(self, picks: Picks, spans: Spans, masks: StepMasks | None) -> StepWork:
-        """See `RowOptions.work`."""
+    def work(self, picks: Picks, spans: Spans, masks: StepMasks | None, proposals: Proposals | None = None) -> StepWork:
+        """See `RowOptions.work`; the plans measured here propose nothing."""
         places, rows = upload_together([picks.logit_rows, picks.rows], self._device)
         groups = self._sampling.groups(picks.rows, picks.positions, picks.logit_rows)
         return StepWork(picks, places, rows, groups, None, None, None, None, None)
@@ -120,6 +121,21 @@ class DecodingRows:
         plan = self._plan(list(range(self._num_rows)), self._length, 1, ())
         self._length += 1
         return self._run(plan)
+
+    def verify(self, num_proposals: int) -> float:
+        """The same with so many proposals a row, none of which stands unless by chance it is right."""
+        plan = self._plan(list(range(self._num_rows)), self._length, 1, ())
+        plan = replace(
+            plan,
+            num_new_tokens=pack_int32([1 + num_proposals] * self._num_rows),
+            proposal_counts=pack_int32([num_proposals] * self._num_rows),
+            proposal_ids=pack_int32([0] * (num_proposals * self._num_rows)),
+        )
+        begin = perf_counter()
+        result = self._launcher.finish(self._launcher.launch(plan))
+        elapsed_ms = 1000 * (perf_counter() - begin)
+        self._length += max(unpack_int32(result.counts))
+        return elapsed_ms
 
     def forward(self) -> float:
         """The newest step's forward pass once more; milliseconds."""

@@ -17,12 +17,20 @@ from services.wire.forms import Column, Exactly, Limit, Range
 # Columns that belong together row by row, where a message has more than one group or a column outside of all.
 ROW_GROUPS = {
     "WorkerCard": (("held_request_ids", "held_attempts", "held_indexes"),),
-    "StepPlan": (("page_rows", "page_counts"), ("rows", "start_positions", "num_new_tokens", "samples")),
+    "StepPlan": (
+        ("page_rows", "page_counts"),
+        ("rows", "start_positions", "num_new_tokens", "samples", "proposal_counts"),
+    ),
     "LogitRules": (("bias_ids", "biases"),),
     "PromptLogprobs": (),
 }
 # column -> the column of counts that cuts it
-CUT_BY = {"token_ids": "counts", "page_ids": "page_counts", "bad_word_ids": "bad_word_counts"}
+CUT_BY = {
+    "token_ids": "counts",
+    "page_ids": "page_counts",
+    "bad_word_ids": "bad_word_counts",
+    "proposal_ids": "proposal_counts",
+}
 # What is not drawn row by row: times, and what `_complete` makes to fit the rest.
 BESIDE_ROWS = ("epoch", "step", "forward_us", "step_us", "prompt_logprobs", "embeddings", "stops")
 LOGPROB_COLUMNS = ("logprob_counts", "logprob_ids", "logprobs")

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from services.gpu_worker.plan_check import NOT_STARTED, PlanError, PlannedRows, check_rows
 from services.gpu_worker.prepared_step import Spans, StepRows
+from services.gpu_worker.proposals import Proposals
 from services.gpu_worker.row_lines import Bools, Picks
 from services.gpu_worker.uploads import Int64s
 from services.runtime.logs import about
@@ -80,6 +81,8 @@ class HeldRows:
         self._latest_starts = np.zeros(sizes.max_rows, dtype=np.int64)
         self.has_grammar = np.zeros(sizes.max_rows, dtype=np.bool_)
         """[max_rows] whether the answer has one."""
+        self._can_verify = np.zeros(sizes.max_rows, dtype=np.bool_)
+        self._is_open = np.zeros(sizes.max_rows, dtype=np.bool_)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -115,6 +118,8 @@ class HeldRows:
         self._num_computed[new.row] = NOT_STARTED
         self._latest_starts[new.row] = _latest_start(new)
         self.has_grammar[new.row] = new.sampling.grammar is not None
+        self._can_verify[new.row] = _can_verify(new)
+        self._is_open[new.row] = False
         return held
 
     def remove(self, row: int) -> HeldRow:
@@ -130,7 +135,7 @@ class HeldRows:
         holder = (rows.request_ids[place], rows.attempts[place])
         return held if held is not None and (held.request_id, held.attempt) == holder else None
 
-    def check(self, spans: Spans, samples: Bools, num_page_tokens: Int64s) -> None:
+    def check(self, spans: Spans, samples: Bools, num_proposed: Int64s, num_page_tokens: Int64s) -> None:
         """PlanError unless these rows continue what is held; `num_page_tokens`: what their pages have room for."""
         rows = spans.rows
         if len(np.unique(rows)) != len(rows):
@@ -150,6 +155,9 @@ class HeldRows:
                 num_page_tokens=num_page_tokens,
                 latest_starts=self._latest_starts[rows],
                 has_grammar=self.has_grammar[rows],
+                num_proposed=num_proposed,
+                can_verify=self._can_verify[rows],
+                is_open=self._is_open[rows],
             )
         )
 
@@ -167,19 +175,30 @@ class HeldRows:
             is_refused=np.array([each.is_refused for each in held], dtype=np.bool_),
         )
 
-    def known_ids(self, spans: Spans) -> tuple[Int64s, Bools]:
-        """The ids that a step computes, one after another, and [num_rows] the rows whose one id is on the device."""
-        counts = spans.ends - spans.starts
+    def known_ids(self, spans: Spans, proposals: Proposals | None) -> tuple[Int64s, Bools]:
+        """The ids that a step computes, one after another, and [num_rows] whose one own id is on the device."""
         is_on_device = spans.starts >= self._num_known[spans.rows]
-        on_host = np.zeros(int(counts.sum()), dtype=np.int64)
+        num_proposed = 0 if proposals is None else len(proposals.token_ids)
+        on_host = np.zeros(int((spans.ends - spans.starts).sum()) + num_proposed, dtype=np.int64)
+        if proposals is not None:
+            on_host[proposals.offsets] = proposals.token_ids
         for place in np.flatnonzero(~is_on_device).tolist():
             start, end, offset = int(spans.starts[place]), int(spans.ends[place]), int(spans.offsets[place])
             on_host[offset : offset + end - start] = self._held[int(spans.rows[place])].token_ids[start:end]
         return on_host, is_on_device
 
-    def note_computed(self, spans: Spans) -> None:
-        """The tokens of a step count as computed."""
+    def note_computed(self, spans: Spans, proposals: Proposals | None) -> None:
+        """The tokens of a step count as computed; proposals do not before they are verified."""
         self._num_computed[spans.rows] = spans.ends
+        if proposals is not None:
+            self._is_open[proposals.rows] = True
+
+    def note_verified(self, row: int, position: int, token_ids: list[int]) -> None:
+        """What came of a row's proposals: its tokens from this position on are these, computed up to the last one."""
+        self._is_open[row] = False
+        if len(token_ids) > 1:
+            self.append(row, position, token_ids)
+            self._num_computed[row] = position + len(token_ids) - 1
 
     def pick(self, spans: Spans, samples: Bools) -> Picks:
         """The rows that pick a token: those that are asked to, and end where their tokens end; they are longer then."""
@@ -205,3 +224,9 @@ def _latest_start(new: NewRow) -> int:
         return 0
     wants = new.prompt.num_logprobs != NO_LOGPROBS and new.prompt.logprobs_from < new.num_prompt_tokens
     return max(0, new.prompt.logprobs_from - 1) if wants else _ANYWHERE
+
+
+def _can_verify(new: NewRow) -> bool:
+    """Whether a token depends on nothing but the logits of its place, and nothing more is wanted of these."""
+    sampling = new.sampling
+    return sampling.rules is None and sampling.grammar is None and sampling.num_logprobs == NO_LOGPROBS

@@ -108,6 +108,12 @@ class KvCache:
         for pool in (self.keys, self.values):
             (as_bytes(pool) if is_fp8(pool.dtype) else pool).index_fill_(1, index, 0)
 
+    def zero_slots(self, slots: Sequence[int]) -> None:
+        """Clears slots of the scheduler's pages in all layers."""
+        index = upload(np.array(slots, dtype=np.int64), self.keys.device)
+        self.keys.flatten(1, 2).index_fill_(1, index, 0)
+        self.values.flatten(1, 2).index_fill_(1, index, 0)
+
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros. On a CPU they are memory that the system hands out as it is touched: a pool costs what is used of it."""

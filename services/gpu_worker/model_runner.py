@@ -6,7 +6,7 @@ a request's state and never samples: it turns `StepInputs` into hidden states, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -105,6 +105,10 @@ class ModelRunner:
     def logits(self, normed: Tensor) -> Tensor:
         """[n, vocab_size] float32 from [n, hidden_size]; the caller may change them."""
         return self._decoder.logits(normed)
+
+    def zero_slots(self, slots: Sequence[int]) -> None:
+        """See `KvCache.zero_slots`."""
+        self.kv_cache.zero_slots(slots)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """A whole pass: [num_sampling_rows, vocab_size] float32, the logits at `inputs.sample_indices`."""

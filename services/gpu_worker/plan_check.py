@@ -23,7 +23,7 @@ class PlannedRows:
 
     Attributes:
         rows: their numbers.
-        starts, ends: positions [start, end) to compute.
+        starts, ends: positions [start, end) to compute, proposals apart.
         samples: whether a token is asked for.
         num_tokens: tokens that there are; num_known of them known on the host.
         num_known: see there.
@@ -31,6 +31,9 @@ class PlannedRows:
         num_page_tokens: tokens that the pages have room for.
         latest_starts: where a new row has to begin at the latest, because more is wanted of its prompt.
         has_grammar: whether the answer has one, so that it may have got more ids than the plan knew of.
+        num_proposed: proposals to compute behind the end.
+        can_verify: whether a token of the row depends on nothing but the logits of its place.
+        is_open: whether what came of earlier proposals has not been told.
     """
 
     rows: Int64s
@@ -43,6 +46,9 @@ class PlannedRows:
     num_page_tokens: Int64s
     latest_starts: Int64s
     has_grammar: Bools
+    num_proposed: Int64s
+    can_verify: Bools
+    is_open: Bools
 
 
 def check_rows(plan: PlannedRows) -> None:
@@ -54,10 +60,12 @@ def check_rows(plan: PlannedRows) -> None:
         "does not start where it left off": ~is_new & (plan.starts != plan.num_computed),
         "starts behind what is wanted of its prompt": is_new & (plan.starts > plan.latest_starts),
         "computes tokens that it does not have": plan.ends > plan.num_tokens,
-        "has too few pages": plan.ends > plan.num_page_tokens,
+        "has too few pages": plan.ends + plan.num_proposed > plan.num_page_tokens,
         "samples before its last token": plan.samples & (plan.ends != plan.num_tokens) & ~plan.has_grammar,
         "needs ids that are known nowhere": (plan.ends > plan.num_known)
         & ~(is_on_device & (plan.starts == plan.num_tokens - 1)),
+        "has proposals that cannot be verified": (plan.num_proposed > 0) & ~(plan.samples & plan.can_verify),
+        "runs before its proposals are verified": plan.is_open,
     }
     for problem, is_broken in rules.items():
         if is_broken.any():

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from services.gpu_worker.proposals import Proposals
 from services.gpu_worker.row_lines import Bools
 from services.gpu_worker.step_inputs import StepInputs
 from services.gpu_worker.uploads import Int64s
@@ -35,7 +36,7 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """What each row of a step computes, known on the host: [num_rows] each.
+    """What each row of a step computes of its own tokens, known on the host: [num_rows] each.
 
     Attributes:
         places: places in the step.
@@ -50,6 +51,18 @@ class Spans:
     ends: Int64s
     offsets: Int64s
 
+    def followed_by(self, num_proposed: Int64s, token_ids: Int64s) -> Proposals:
+        """The proposals that come behind the rows' own tokens.
+
+        Args:
+            num_proposed: [num_rows] of each row.
+            token_ids: all of them, row after row.
+        """
+        places = np.repeat(np.arange(len(self.rows)), num_proposed)
+        nth = np.arange(len(places)) - np.repeat(np.cumsum(num_proposed) - num_proposed, num_proposed)
+        own_ends = self.offsets + self.ends - self.starts
+        return Proposals(places, self.rows[places], self.ends[places] + nth + 1, token_ids, own_ends[places] + nth)
+
     def alone(self, place: int) -> Spans:
         """What is left when the row at that place is run by itself."""
         one = slice(place, place + 1)
@@ -62,12 +75,13 @@ class PreparedStep:
     """A plan, laid out.
 
     Attributes:
-        inputs: for the model; the logits of every row's last token are asked for, sampling or not, because they show
-            whether the row is still finite.
+        inputs: for the model; the logits of every row's last own token are asked for, sampling or not, because they
+            show whether the row is still finite. Those of proposals come behind them.
         spans: the same for the host.
         rows: for the result.
         pages_to_clear: pages that a failed row has left, to be cleared before this step runs.
         has_grammar: whether any row's answer has one.
+        proposals: ids to be verified, which some rows compute behind their own; None: no row does.
     """
 
     inputs: StepInputs
@@ -75,9 +89,10 @@ class PreparedStep:
     rows: StepRows
     pages_to_clear: list[int]
     has_grammar: bool
+    proposals: Proposals | None = None
 
     def alone(self, place: int) -> PreparedStep:
-        """The step of one of its rows: the same tokens go to the same slots."""
+        """The step of one of its rows: the same tokens go to the same slots. Proposals are computed, not verified."""
         inputs = self.inputs
         start, end = inputs.query_starts[place : place + 2]
         return replace(
@@ -92,4 +107,5 @@ class PreparedStep:
                 sample_indices=inputs.sample_indices[place : place + 1] - start,
             ),
             spans=self.spans.alone(place),
+            proposals=None,
         )

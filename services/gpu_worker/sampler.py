@@ -22,6 +22,7 @@ from torch import Tensor
 
 from services.gpu_worker.draw import draw_places
 from services.gpu_worker.nucleus import FilterLimits, WeightedRows, most_probable
+from services.gpu_worker.uploads import to_host
 
 GREEDY_TEMPERATURE = 1e-5
 """At or below this a request is greedy: the draw could not differ, and dividing by it would overflow."""
@@ -75,6 +76,18 @@ class SampledTokens:
 
     token_ids: Tensor
     is_failed: Tensor
+
+    def among(self, first: int, end: int) -> SampledTokens:
+        """Those of the rows [first, end)."""
+        return SampledTokens(self.token_ids[first:end], self.is_failed[first:end])
+
+    def to_host(self) -> SampledTokens:
+        """The same on the host, perhaps only once the device has come this far."""
+        return SampledTokens(to_host(self.token_ids), to_host(self.is_failed))
+
+    def lists(self, rows: slice) -> tuple[list[int], list[bool]]:
+        """Those of some rows as plain numbers, once they are on the host."""
+        return self.token_ids[rows].tolist(), self.is_failed[rows].tolist()
 
 
 def sample(logits: Tensor, groups: Sequence[DrawnRows]) -> SampledTokens:

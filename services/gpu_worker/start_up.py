@@ -266,7 +266,8 @@ def _measure(
     budget = token_budget(settings, measured.chunk_tokens, max_model_len)
     most_tokens = int(measured.tokens_per_s * _MAX_MEASURED_S) if device.type == "cpu" else budget
     num_tokens = max(1, min(budget, most_tokens))
-    num_rows = max(1, min(num_tokens, settings.max_running_requests * num_tokens // budget))
+    num_verified = 0 if settings.speculation == "off" else settings.speculation_step_tokens
+    num_rows = max(1, min(num_tokens, (settings.max_running_requests + num_verified) * num_tokens // budget))
     memory = measure_memory(device, weight_bytes, lambda: run_largest_step(runner, num_tokens, num_rows))
     logger.info("largest step: %d tokens, measured with %d in %d rows", budget, num_tokens, num_rows)
     return memory.with_activations(memory.activations * budget // num_tokens)

@@ -26,6 +26,7 @@ from torch import Tensor
 from services.gpu_worker.grammar_seam import MaskJob
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.prepared_step import PreparedStep, StepRows
+from services.gpu_worker.proposals import Proposals
 from services.gpu_worker.row_lines import Picks
 from services.gpu_worker.sampler import SampledTokens
 from services.gpu_worker.step_result import FinishedStep, StepTimes, empty_result, find_finishes, step_result
@@ -45,13 +46,15 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
     """A launched step that runs something: its rows, those that pick, its output (on the host once it is done), and
-    [num_rows] NONE, or why a row could not be computed. `forced` is filled when the grammars know what came of it.
+    [num_rows] NONE, or why a row could not be computed. `forced` is filled when the grammars know what came of it, and
+    with proposals that stand.
     """
 
     rows: StepRows
     picks: Picks
     output: StepOutput
     faults: Int64s
+    proposals: Proposals | None
     forced: dict[int, list[int]] = field(default_factory=dict)
 
     def finishes(self) -> Int64s:
@@ -144,6 +147,8 @@ class StepLauncher:
             return empty_result(pending.plan, StepTimes(0, pending.clock.step_us()))
         if self._untold and self._untold[0][0] is step:
             self._tell_grammars(*self._untold.popleft())
+        if step.proposals is not None:
+            self._verify(step, step.proposals)
         finishes = step.finishes()
         self._state.note_failures(step.rows, finishes)
         return step_result(
@@ -160,7 +165,7 @@ class StepLauncher:
         turn = turn or self._begin_turn(step)
         masks = self._wait_for_masks(turn, faults)
         of_all = None if masks is None else masks.of(masks.masked)
-        work = self._state.options.work(turn.picks, step.spans, of_all)
+        work = self._state.options.work(turn.picks, step.spans, of_all, step.proposals)
         output = None
         if passed is not None:
             hidden, logits = passed
@@ -168,10 +173,18 @@ class StepLauncher:
         if output is None:
             output = self._run_one_by_one(step, turn.picks, masks, faults, clock)
         self._state.keep(work, output)
-        return StepInFlight(step.rows, turn.picks, output.to_host(), faults)
+        return StepInFlight(step.rows, turn.picks, output.to_host(), faults, step.proposals)
+
+    @torch.inference_mode()
+    def _verify(self, step: StepInFlight, proposals: Proposals) -> None:
+        """Gives rows the proposals that stand; clears what a rejected one may have left that is not finite."""
+        verified = self._state.verify(step.rows, proposals, step.output)
+        step.forced.update(verified.followers)
+        if verified.spoiled_slots:
+            self._runner.zero_slots(verified.spoiled_slots)
 
     def _forward(self, step: PreparedStep, clock: StepClock) -> tuple[Tensor, Tensor]:
-        """Hidden states of all tokens, logits of each row's last one."""
+        """Hidden states of all tokens, logits of each row's last own one, and of proposals behind them."""
         clock.begin_forward()
         hidden, normed = self._runner.states(step.inputs)
         logits = self._runner.logits(normed)
@@ -181,8 +194,8 @@ class StepLauncher:
     def _run_one_by_one(
         self, step: PreparedStep, picks: Picks, masks: _Masks | None, faults: Int64s, clock: StepClock
     ) -> StepOutput:
-        """Each row by itself; marks those that raise again."""
-        if len(faults) == 1:
+        """Each row by itself, without its proposals; marks those that raise again."""
+        if len(faults) == 1 and step.proposals is None:
             faults[0] = Finish.INTERNAL_ERROR
             return StepOutput(_no_token(self._device))
         parts = []

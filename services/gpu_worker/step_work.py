@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,10 +22,11 @@ from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.pooling import Pooled, PooledRows, PoolingTable
 from services.gpu_worker.prepared_step import Spans
 from services.gpu_worker.prompt_logprobs import PromptLogprobsTable, PromptValues, WantedPositions, prompt_values
+from services.gpu_worker.proposals import Proposals
 from services.gpu_worker.row_lines import Picks
 from services.gpu_worker.sampler import DrawnRows, SampledTokens, sample
 from services.gpu_worker.sampling_table import SamplingTable
-from services.gpu_worker.uploads import Int64s, to_host, upload_together
+from services.gpu_worker.uploads import Int64s, upload_together
 from services.wire.steps import NewRow
 
 
@@ -46,6 +48,7 @@ class StepWork:
         rows: [n] int64 on the device, the rows that these are.
         groups: which of them draw, for the sampler.
         rules, masks, asking, wanted, pooled: see their classes.
+        num_proposed: proposals of the step; the last so many rows of the logits are theirs.
     """
 
     picks: Picks
@@ -57,16 +60,21 @@ class StepWork:
     asking: AskingRows | None
     wanted: WantedPositions | None
     pooled: PooledRows | None
+    num_proposed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What came of it: tokens of all rows, and what some of them wanted besides, in parts."""
+    """What came of it: tokens of all rows, and what some of them wanted besides, in parts.
+
+    `verified` is what was sampled behind each proposal; None: there were none.
+    """
 
     tokens: SampledTokens
     logprobs: tuple[RowLogprobs, ...] = ()
     prompts: tuple[PromptValues, ...] = ()
     pooled: tuple[Pooled, ...] = ()
+    verified: SampledTokens | None = None
 
     @classmethod
     def joined(cls, parts: Sequence[StepOutput]) -> StepOutput:
@@ -84,10 +92,11 @@ class StepOutput:
     def to_host(self) -> StepOutput:
         """The same on the host, perhaps only once the device has come this far."""
         return StepOutput(
-            SampledTokens(to_host(self.tokens.token_ids), to_host(self.tokens.is_failed)),
+            self.tokens.to_host(),
             tuple(each.to_host() for each in self.logprobs),
             tuple(each.to_host() for each in self.prompts),
             tuple(each.to_host() for each in self.pooled),
+            None if self.verified is None else self.verified.to_host(),
         )
 
 
@@ -115,19 +124,27 @@ class RowOptions:
         """A row got these ids without picking them."""
         self._rules.append(row, token_ids)
 
-    def work(self, picks: Picks, spans: Spans, masks: StepMasks | None) -> StepWork:
+    def work(self, picks: Picks, spans: Spans, masks: StepMasks | None, proposals: Proposals | None = None) -> StepWork:
         """What a step has to do. It changes nothing here: the same may be asked again for a row by itself."""
         places, rows = upload_together([picks.logit_rows, picks.rows], self._device)
+        drawn_rows, positions, logit_rows = picks.rows, picks.positions, picks.logit_rows
+        num_proposed = 0
+        if proposals is not None:
+            num_proposed = len(proposals.rows)
+            drawn_rows = np.concatenate([drawn_rows, proposals.rows])
+            positions = np.concatenate([positions, proposals.positions])
+            logit_rows = np.concatenate([logit_rows, len(spans.rows) + np.arange(num_proposed)])
         return StepWork(
             picks=picks,
             places=places,
             rows=rows,
-            groups=self._sampling.groups(picks.rows, picks.positions, picks.logit_rows),
+            groups=self._sampling.groups(drawn_rows, positions, logit_rows),
             rules=self._rules.among(picks),
             masks=masks,
             asking=self._logprobs.among(picks),
             wanted=self._prompts.among(spans),
             pooled=self._pooling.among(spans),
+            num_proposed=num_proposed,
         )
 
     def run(self, work: StepWork, runner: ModelRunner, hidden: Tensor, logits: Tensor) -> StepOutput:
@@ -137,14 +154,20 @@ class RowOptions:
             work: what.
             runner: the model.
             hidden: [num_tokens, hidden_size], of the step.
-            logits: [num_rows, vocab_size] float32, of each row's last token; changed unless somebody asks for them raw.
+            logits: [num_rows, vocab_size] float32, of each row's last own token, and behind them those of proposals;
+                changed unless somebody asks for them raw.
         """
-        tokens = sample(self._changed(work, logits), work.groups)
+        sampled = sample(self._changed(work, logits), work.groups)
+        tokens, verified = sampled, None
+        if work.num_proposed:
+            num_rows = len(logits) - work.num_proposed
+            tokens, verified = sampled.among(0, num_rows), sampled.among(num_rows, len(logits))
         return StepOutput(
             tokens,
             () if work.asking is None else tuple(row_logprobs(logits, tokens.token_ids, work.asking)),
             () if work.wanted is None else (prompt_values(runner, hidden, work.wanted),),
             () if work.pooled is None else (self._pooling.pool(runner, hidden, work.pooled),),
+            verified,
         )
 
     def keep(self, work: StepWork, output: StepOutput) -> None:

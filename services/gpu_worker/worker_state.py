@@ -23,6 +23,7 @@ from services.gpu_worker.held_rows import HeldRows, WorkerSizes
 from services.gpu_worker.page_table import PageTable
 from services.gpu_worker.plan_check import PlanError
 from services.gpu_worker.prepared_step import PreparedStep, Spans, StepRows
+from services.gpu_worker.proposals import Proposals, Verified, followers, proposal_counts
 from services.gpu_worker.row_lines import Picks
 from services.gpu_worker.step_inputs import StepInputs
 from services.gpu_worker.step_work import RowOptions, StepOutput, StepWork
@@ -80,12 +81,16 @@ class WorkerState:
             return None
         starts, counts = int64_column(plan.start_positions), int64_column(plan.num_new_tokens)
         samples = np.frombuffer(plan.samples, dtype=np.uint8).astype(np.bool_)
-        spans = Spans(np.arange(len(rows)), rows, starts, starts + counts, np.cumsum(counts) - counts)
-        self._held.check(spans, samples, self._pages.num_pages(rows) * self._sizes.page_size)
+        num_proposed = proposal_counts(plan, len(rows))
+        ends = starts + counts - num_proposed
+        spans = Spans(np.arange(len(rows)), rows, starts, ends, np.cumsum(counts) - counts)
+        self._held.check(spans, samples, num_proposed, self._pages.num_pages(rows) * self._sizes.page_size)
         step_rows = self._held.step_rows(spans, samples)
-        inputs = self._lay_out(spans)
-        self._held.note_computed(spans)
-        return PreparedStep(inputs, spans, step_rows, pages_to_clear, bool(self._held.has_grammar[rows].any()))
+        proposals = self._proposals(plan, spans, num_proposed)
+        inputs = self._lay_out(spans, counts, proposals)
+        self._held.note_computed(spans, proposals)
+        has_grammar = bool(self._held.has_grammar[rows].any())
+        return PreparedStep(inputs, spans, step_rows, pages_to_clear, has_grammar, proposals)
 
     def pick(self, step: PreparedStep) -> Picks:
         """The rows of a step that pick a token; they then count as sampled, whatever becomes of the step.
@@ -155,6 +160,38 @@ class WorkerState:
                 self.options.append(row, np.array(fitting, dtype=np.int64))
         return forced
 
+    # ------------------------------------------------------------ proposals
+
+    def verify(self, rows: StepRows, proposals: Proposals, output: StepOutput) -> Verified:
+        """Decides which proposals of a step stand, once its output is on the host; the rows then have these tokens.
+
+        Of a step that was run row by row nothing was sampled behind proposals, and none of them stands.
+        """
+        picked, verified = output.tokens.token_ids.tolist(), output.verified
+        found = Verified({}, [])
+        for place, own in proposals.by_place():
+            sampled, is_failed = ([], []) if verified is None else verified.lists(own)
+            ids = followers(proposals.token_ids[own].tolist(), picked[place], sampled, is_failed)
+            if ids:
+                found.followers[place] = ids
+            if self._held.holder(rows, place) is None:
+                continue
+            row, position = int(rows.rows[place]), int(proposals.positions[own.start]) - 1
+            self._held.note_verified(row, position, [picked[place], *ids])
+            if any(is_failed):
+                spoiled = proposals.positions[own][len(ids) :] - 1
+                slots = self._pages.slots(np.repeat(row, len(spoiled)), spoiled, self._sizes.page_size)
+                found.spoiled_slots.extend(slots.tolist())
+        return found
+
+    def _proposals(self, plan: StepPlan, spans: Spans, num_proposed: Int64s) -> Proposals | None:
+        if not plan.proposal_ids:
+            return None
+        token_ids = int64_column(plan.proposal_ids)
+        if token_ids.min() < 0 or token_ids.max() >= self._sizes.vocab_size:
+            raise PlanError(f"ids outside [0, {self._sizes.vocab_size}) are proposed")
+        return spans.followed_by(num_proposed, token_ids)
+
     # ------------------------------------------------------------ what a plan changes
 
     def _release(self, rows: list[int]) -> list[int]:
@@ -197,16 +234,20 @@ class WorkerState:
             raise PlanError(f"row {row} gets {num_pages} pages, its context needs at most {self._pages.max_pages}")
         self._pages.append(row, page_ids.astype(np.int32))
 
-    def _lay_out(self, spans: Spans) -> StepInputs:
-        rows, starts, ends, offsets = spans.rows, spans.starts, spans.ends, spans.offsets
-        counts = ends - starts
+    def _lay_out(self, spans: Spans, counts: Int64s, proposals: Proposals | None) -> StepInputs:
+        """`counts`: tokens of each row, its own and proposals."""
+        rows, starts, offsets = spans.rows, spans.starts, spans.offsets
         positions = np.arange(int(counts.sum())) + np.repeat(starts - offsets, counts)
         slots = self._pages.slots(np.repeat(rows, counts), positions, self._sizes.page_size)
-        on_host, is_on_device = self._held.known_ids(spans)
+        on_host, is_on_device = self._held.known_ids(spans, proposals)
+        wanted = spans.ends - starts + offsets - 1
+        if proposals is not None:
+            wanted = np.concatenate([wanted, proposals.offsets])
         input_ids, on_positions, slot_mapping, step_rows, last_tokens, device_places, device_rows = upload_together(
-            [on_host, positions, slots, rows, ends - starts + offsets - 1, offsets[is_on_device], rows[is_on_device]],
+            [on_host, positions, slots, rows, wanted, offsets[is_on_device], rows[is_on_device]],
             self._device,
         )
+        ends = starts + counts
         if len(device_places):
             input_ids.index_copy_(0, device_places, self._last_tokens.index_select(0, device_rows))
         return StepInputs(

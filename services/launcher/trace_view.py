@@ -15,7 +15,15 @@ from services.launcher.terminal import aligned
 
 _LEAST_BAR, _MOST_BAR = 10, 60
 _WAIT, _WORK = "░", "█"
-_SHOWN = {"pages": "pages", "cached_tokens": "cached", "steps": "steps", "chunks": "chunks", "retractions": "retracted"}
+_SHOWN = {
+    "pages": "pages",
+    "cached_tokens": "cached",
+    "steps": "steps",
+    "chunks": "chunks",
+    "retractions": "retracted",
+    "proposed_tokens": "guessed",
+    "accepted_tokens": "accepted",
+}
 """The counters that tell why a hop took its time; `--json` has all."""
 
 

@@ -130,6 +130,12 @@ class Settings:
     max_num_batched_tokens: int = setting(0, "most tokens of a step (0: the chunk size + max_running_requests)")
     chunked_prefill_size: int = setting(0, "most prompt tokens of a step (0: measured at start, -1: whole prompts)")
     plans_ahead: int = setting(1, "steps planned before the result of the last is known, 0 to 4")
+    speculation: str = setting(
+        "off", "guess next tokens from those before and verify several at once", ("off", "ngram")
+    )
+    speculation_tokens: int = setting(8, "most tokens guessed at a time")
+    speculation_min_match: int = setting(3, "tokens that must have come before, in the same order, for a guess")
+    speculation_step_tokens: int = setting(32, "most decoded and guessed tokens of a step; half as many requests guess")
     # structured output
     max_schema_bytes: int = setting(256 * 1024, "largest JSON schema or grammar of a request")
     max_schema_properties: int = setting(5000, "most properties in a JSON schema")
@@ -223,6 +229,9 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_num_batched_tokens", 0, 2**20),
     ("chunked_prefill_size", -1, 2**20),
     ("plans_ahead", 0, 4),
+    ("speculation_tokens", 1, 16),
+    ("speculation_min_match", 1, 16),
+    ("speculation_step_tokens", 2, 8192),
     ("max_schema_bytes", 64, 2**20),
     ("max_schema_properties", 0, 2**20),
     ("max_schema_depth", 1, 100),

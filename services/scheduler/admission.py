@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.scheduler.proposer import SpeculationLimits
 from services.scheduler.request import is_producing
 from services.wire.request_params import Task
 from services.wire.requests import Submit
@@ -31,6 +32,7 @@ class CoreLimits:
         max_waiting: most requests that wait to be admitted.
         plans_ahead: plans that may go out before the result of the last, 0 to 4.
         caches_prefixes: whether pages are used again by requests with the same prefix.
+        speculation: how much may be proposed; None: nothing.
 
     Raises:
         ValueError: sizes that cannot work together; names them.
@@ -47,6 +49,7 @@ class CoreLimits:
     max_waiting: int
     plans_ahead: int
     caches_prefixes: bool = True
+    speculation: SpeculationLimits | None = None
 
     def __post_init__(self) -> None:
         """Refuses what cannot work."""

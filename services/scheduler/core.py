@@ -27,6 +27,8 @@ from services.scheduler.queues import RequestQueues
 from services.scheduler.request import Request, RequestState
 from services.scheduler.reservations import Reservations
 from services.scheduler.rows import Rows
+from services.scheduler.siblings import leader_of
+from services.scheduler.speculation import Speculation
 from services.scheduler.step_plan import FlightRow, StepDraft, StepInFlight, check_cursors
 from services.scheduler.step_reading import read_result
 from services.scheduler.step_result import ResultError, RowResult, problem_of
@@ -58,6 +60,7 @@ class Core:
         self._num_arrived = 0
         self._lockstep = Lockstep(limits.page_size, limits.max_rows, in_lockstep)
         self._is_stalled = False  # the last plan came out empty, and nothing has happened since
+        self.speculation = Speculation(limits, self.ledger, self._lockstep, self.counters)
 
     # ------------------------------------------------------------ what the shell reads
 
@@ -196,7 +199,9 @@ class Core:
         self._in_flight.popleft()
         self._lockstep.advance()
         self.counters.output_tokens += sum(map(len, runs))
-        return StepOutcome(self._take_rows(reading.rows, reading.by_row), runs)
+        rows = self._take_rows(reading.rows, reading.by_row)
+        self.speculation.look()
+        return StepOutcome(rows, runs)
 
     def flush_cache(self) -> int:
         """Empties the prefix cache of what no running request needs; returns the pages freed."""
@@ -220,15 +225,14 @@ class Core:
 
     def take_started(self) -> list[Request]:
         """Who was part of a plan for the first time, since the last call."""
-        if not self._started:
-            return []
         started, self._started = self._started, []
         return started
 
     def can_plan(self) -> bool:
         """Whether `plan_step` is worth calling: a plan may go out, and something happened since the last empty one."""
         has_work = self.queues.num_plannable > 0 or self._owes_release
-        return has_work and not self._is_stalled and len(self._in_flight) <= self.limits.plans_ahead
+        plans_ahead = 0 if self.speculation.must_wait else self.limits.plans_ahead
+        return has_work and not self._is_stalled and len(self._in_flight) <= plans_ahead
 
     def plan_step(self) -> StepPlan | None:
         """The next plan; None when nothing can run before another event.
@@ -236,6 +240,7 @@ class Core:
         When nothing runs any more, a last plan without rows tells the worker which rows it need not keep.
         """
         lockstep = self._lockstep
+        self.speculation.watch(self.queues.running.values(), self._in_flight)
         decodes, prefills = lockstep.split(self.queues.running.values())
         last, full = lockstep.take_due()
         for request in last:
@@ -247,6 +252,7 @@ class Core:
         for request in decodes:
             if request.state is RequestState.RUNNING:
                 draft.add(request, 1)
+        self.speculation.propose(draft, appended, self._in_flight)
         budget = self.limits.prefill_budget(draft.num_tokens)
         for request in prefills:
             if request.state is RequestState.RUNNING and budget:
@@ -309,16 +315,9 @@ class Core:
         self.counters.cached_tokens += request.cached_tokens
 
     def _queue_up(self, request: Request) -> None:
-        self.prompt_parts.adopt(request, self.queues.open.get(request.submit.group_id))
-        self.queues.queue_up(request, self._leader_of(request))
-
-    def _leader_of(self, request: Request) -> Request | None:
-        """The sibling whose prompt a new request should wait for, if that helps."""
-        leader = self.queues.open.get(request.submit.group_id)
-        if leader is None or leader is request or leader.is_published or leader.state is RequestState.HELD:
-            return None
-        is_same = request.submit.prompt_token_ids == leader.submit.prompt_token_ids
-        return leader if is_same and self.ledger.could_share(request) else None
+        first = self.queues.open.get(request.submit.group_id)
+        self.prompt_parts.adopt(request, first)
+        self.queues.queue_up(request, leader_of(request, first, self.ledger))
 
     # ------------------------------------------------------------ results and ends
 
@@ -351,6 +350,8 @@ class Core:
         if request.in_lockstep and len(row_result[3]) > 1:
             self._lockstep.leave(request, self._in_flight)  # it has more than one token to go now
         token_ids, finish = request.extend(row_result[3])
+        if request.num_proposed:
+            self.speculation.settle(request, end, len(token_ids), len(row_result[3]))
         if request.logprobs is not None and row_result[5] is not None:
             request.logprobs.extend(row_result[5].cut(0, len(token_ids)))
         self.counters.output_tokens += len(token_ids)
@@ -393,6 +394,6 @@ class Core:
             self._lockstep.leave(request, self._in_flight)
         request.usage.leave_row(self.counters, len(request.pages))
         self.ledger.release(request, is_sound)
-        request.is_published = False
+        request.is_published, request.proposer = False, None
         self._rows.give_back(request.row)
         request.row = -1

@@ -14,6 +14,8 @@ class CoreCounters:
     cached_tokens: int = 0
     computed_tokens: int = 0
     output_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
     admitted: int = 0
     retracted: int = 0
     dropped_rows: int = 0

@@ -82,7 +82,12 @@ class Lockstep:
                 continue  # or all that it may produce is in flight
             if request.num_expected - request.num_planned > 1:
                 prefills.append(request)
-            elif may_join and request.is_plain and request.num_planned < request.compute_length - 1:
+            elif (
+                may_join
+                and request.is_plain
+                and not request.is_watched
+                and request.num_planned < request.compute_length - 1
+            ):
                 joining.append(request)
             else:
                 decodes.append(request)

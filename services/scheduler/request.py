@@ -21,6 +21,7 @@ import numpy as np
 
 from services.scheduler.logprob_record import LogprobRecord
 from services.scheduler.prompt_record import PromptRecord
+from services.scheduler.proposer import Proposer
 from services.scheduler.radix_cache import TOKEN_BYTES, Node
 from services.scheduler.tenants import TenantAccount
 from services.scheduler.usage import Usage
@@ -106,6 +107,7 @@ class Request:
         "finish",
         "is_plain",
         "is_published",
+        "is_watched",
         "joined_step",
         "lane",
         "lock",
@@ -113,11 +115,13 @@ class Request:
         "max_length",
         "min_length",
         "num_prompt",
+        "num_proposed",
         "num_tree_pages",
         "pages",
         "peeked",
         "prompt",
         "prompt_end",
+        "proposer",
         "queued_pass",
         "row",
         "state",
@@ -165,6 +169,9 @@ class Request:
         self.peeked = (-1, 0, 0)  # version of the tree, known tokens, cached tokens: see KvLedger.peek
         self.queued_pass = 0
         self.usage = Usage()
+        self.is_watched = False  # these three are speculation's: whether it is looked at for something to propose
+        self.proposer: Proposer | None = None
+        self.num_proposed = 0  # ids behind its own token in the plan that is in flight
 
     @property
     def request_id(self) -> bytes:

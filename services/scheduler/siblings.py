@@ -5,7 +5,8 @@ Without this, all n would compute the same prompt at once, each into pages of it
 
 from __future__ import annotations
 
-from services.scheduler.request import Request
+from services.scheduler.kv_ledger import KvLedger
+from services.scheduler.request import Request, RequestState
 
 
 class Siblings:
@@ -38,3 +39,11 @@ class Siblings:
     def waiting_for(self, leader: Request) -> list[Request]:
         """Those that wait for `leader`, in order of arrival."""
         return list(self._by_leader.get(leader.request_id, {}).values())
+
+
+def leader_of(request: Request, first: Request | None, ledger: KvLedger) -> Request | None:
+    """The sibling whose prompt a new request should wait for, if that helps; `first`: the first of its group."""
+    if first is None or first is request or first.is_published or first.state is RequestState.HELD:
+        return None
+    is_same = request.submit.prompt_token_ids == first.submit.prompt_token_ids
+    return first if is_same and ledger.could_share(request) else None

@@ -72,6 +72,7 @@ class StepDraft:
     counts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     samples: bytearray = field(default_factory=bytearray)
+    proposals: dict[int, bytes] = field(default_factory=dict)  # by place in these lists: ids as an int32 column
     new_rows: list[NewRow] = field(default_factory=list)
     new_requests: list[Request] = field(default_factory=list)
     num_new_row_ids: int = 0
@@ -102,6 +103,14 @@ class StepDraft:
         self.counts.append(num_new_tokens)
         self.ends.append(end)
         self.samples.append(samples)
+
+    def propose(self, place: int, proposal: bytes) -> None:
+        """Lets a row that samples compute these ids too, behind its own; its cursors do not count on them."""
+        num_ids = len(proposal) // len(_ONE)
+        self.proposals[place] = proposal
+        self.requests[place].num_proposed = num_ids
+        self.counts[place] += num_ids
+        self.num_tokens += num_ids
 
     def add_most(self, request: Request, most: int) -> int:
         """Adds as many of its next tokens as `most` allows; returns how many, 0 when the step is full of such rows."""
@@ -161,7 +170,14 @@ class StepDraft:
             start_positions=starts + pack_int32(self.starts),
             num_new_tokens=_ONE * num_marching + pack_int32(self.counts),
             samples=b"\1" * num_marching + bytes(self.samples),
+            proposal_counts=self._proposal_counts(num_marching) if self.proposals else b"",
+            proposal_ids=b"".join(self.proposals.values()),
         )
+
+    def _proposal_counts(self, num_marching: int) -> bytes:
+        """One count for each row, those in lockstep first."""
+        by_place = (len(self.proposals.get(place, b"")) // len(_ONE) for place in range(len(self.rows)))
+        return bytes(len(_ONE) * num_marching) + pack_int32(by_place)
 
 
 _ONE = pack_int32([1])

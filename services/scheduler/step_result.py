@@ -93,6 +93,7 @@ def problem_of(request: Request, row_result: RowResult | None, end: int, logits_
             and request_id == submit.request_id
             and attempt == submit.attempt
             and max(token_ids) < logits_width
+            and (not request.num_proposed or len(token_ids) <= request.num_proposed + 1)
             and (request.logprobs is None or _has_entries(logprobs))
             and (request.prompt is None or request.prompt.is_complete)
             and not request.prompt_end

@@ -12,12 +12,16 @@ from services.scheduler.core_counters import CoreCounters
 class Usage:
     """What one request used so far. Steps count while it holds a row, those included that it had no part in."""
 
-    __slots__ = ("_at_row", "_forward_us", "_step_us", "_steps", "num_chunks", "num_pages", "num_retractions")
+    __slots__ = (
+        "_at_row", "_forward_us", "_step_us", "_steps", "num_accepted", "num_chunks", "num_pages", "num_proposed",
+        "num_retractions",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.num_chunks = 0  # of prompts: steps that computed a part of what was known before
         self.num_pages = 0  # the most that it held when it left a row
         self.num_retractions = 0
+        self.num_proposed = self.num_accepted = 0  # ids that speculation proposed, and that the worker sampled too
         self._steps = self._forward_us = self._step_us = 0  # in rows that it has left
         self._at_row: tuple[int, int, int] | None = None  # the core's sums when the first step of its row came back
 
@@ -40,6 +44,7 @@ class Usage:
             num_pages: pages that it holds now.
         """
         steps, forward_us, step_us = self._until(counters)
+        speculated = {"proposed_tokens": self.num_proposed, "accepted_tokens": self.num_accepted}
         return {
             "steps": steps,
             "chunks": self.num_chunks,
@@ -47,6 +52,7 @@ class Usage:
             "retractions": self.num_retractions,
             "forward_us": forward_us,
             "step_us": step_us,
+            **(speculated if self.num_proposed else {}),
         }
 
     def _until(self, counters: CoreCounters) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from services.scheduler.core import Core
 from services.scheduler.core_counters import CoreCounters
 from services.scheduler.membership import GreetingRefusedError, Peer
 from services.scheduler.outcomes import Produced, StepOutcome
+from services.scheduler.proposer import SpeculationLimits
 from services.scheduler.router import Router
 from services.scheduler.step_result import ResultError
 from services.wire.members import WorkerCard
@@ -54,7 +55,17 @@ def limits_of(card: WorkerCard, settings: Settings) -> CoreLimits:
         max_waiting=settings.max_queued_requests,
         plans_ahead=settings.plans_ahead,
         caches_prefixes=settings.enable_prefix_caching,
+        speculation=speculation_of(settings),
     )
+
+
+def speculation_of(settings: Settings) -> SpeculationLimits | None:
+    """What may be proposed; None when speculation is off."""
+    if settings.speculation == "off":
+        return None
+    return SpeculationLimits(
+        settings.speculation_tokens, settings.speculation_min_match, settings.speculation_step_tokens
+    )  # fmt: skip
 
 
 def stall_limit_s(card: WorkerCard, limits: CoreLimits) -> float:

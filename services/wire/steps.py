@@ -79,6 +79,11 @@ class StepPlan:
     is appended to the page tables of `page_rows`; then row `rows[i]` computes `num_new_tokens[i]` tokens from position
     `start_positions[i]` on, and samples one token after the last of them if `samples[i]`. A decoding row's newest token
     may not be known to the scheduler yet: the worker has it.
+
+    `proposal_counts` is empty when no row speculates; else it has one count for each row, and cuts `proposal_ids`: the
+    last so many tokens of the row's are not its own but proposed. The row samples after its own last token and after
+    each proposal; a proposal stands if it is the id sampled in its place, and so do all before it. A row with
+    proposals is in no other plan until the result has come.
     """
 
     epoch: Epoch
@@ -92,6 +97,8 @@ class StepPlan:
     start_positions: Int32s
     num_new_tokens: Int32s
     samples: Uint8s
+    proposal_counts: Int32s = b""
+    proposal_ids: Int32s = b""
 
     def check(self) -> None:
         """ProtocolError unless the columns agree."""
@@ -102,6 +109,9 @@ class StepPlan:
             raise ProtocolError("columns of different lengths")
         if self.samples.translate(None, b"\0\1"):
             raise ProtocolError("samples are 0 or 1")
+        require_counts(self.proposal_counts, self.proposal_ids)
+        if self.proposal_counts:
+            require_rows(len(self.rows) // 4, self.proposal_counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +120,9 @@ class StepResult:
 
     `epoch` and `step` are the plan's. `first_indexes` is the output index of each row's first id, `counts` (0..m) cuts
     `token_ids`, `finishes` is NONE or why the row failed. Times are the worker's own, in microseconds. A row gets more
-    than one id where its grammar leaves no choice; the plans already out for it then give it none. Log-probabilities
-    are cut as in `TokensProduced`. `prompt_logprobs` and `embeddings` belong to rows of this step.
+    than one id where its grammar leaves no choice; the plans already out for it then give it none. It also gets more
+    where proposals stood: these, and the id sampled after the last of them; all but the last id are computed then.
+    Log-probabilities are cut as in `TokensProduced`. `prompt_logprobs` and `embeddings` belong to rows of this step.
     """
 
     epoch: Epoch

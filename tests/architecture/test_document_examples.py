@@ -6,6 +6,7 @@ from pathlib import Path
 
 from services.scheduler.admission import CoreLimits
 from services.scheduler.core import Core
+from services.scheduler.proposer import SpeculationLimits
 from services.scheduler.radix_cache import Node
 from services.scheduler.request import Request
 from services.wire.columns import pack_int32, unpack_int32
@@ -17,10 +18,10 @@ from tests.architecture.markdown_tables import table_after
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def new_core(page_size: int, plans_ahead: int) -> Core:
+def new_core(page_size: int, plans_ahead: int, speculation: SpeculationLimits | None = None) -> Core:
     sizes = CoreLimits(
         num_pages=8, page_size=page_size, max_model_len=64, vocab_size=1000, logits_width=1000, max_rows=4,
-        token_budget=20, chunk_tokens=16, max_waiting=8, plans_ahead=plans_ahead,
+        token_budget=20, chunk_tokens=16, max_waiting=8, plans_ahead=plans_ahead, speculation=speculation,
     )  # fmt: skip
     return Core(sizes, epoch=1)
 
@@ -44,7 +45,7 @@ def submit(core: Core, number: int, prompt: list[int], max_tokens: int) -> Reque
     return core.submit(message)
 
 
-def answer(core: Core, plan: StepPlan, request: Request, token_id: int) -> None:
+def answer(core: Core, plan: StepPlan, request: Request, *token_ids: int) -> None:
     """Gives the core the result of a plan with one row."""
     num_ids = plan.samples.count(1)
     result = StepResult(
@@ -54,8 +55,8 @@ def answer(core: Core, plan: StepPlan, request: Request, token_id: int) -> None:
         request_ids=request.request_id * num_ids,
         attempts=pack_int32([0] * num_ids),
         first_indexes=pack_int32([request.num_output] * num_ids),
-        counts=pack_int32([1] * num_ids),
-        token_ids=pack_int32([token_id] * num_ids),
+        counts=pack_int32([len(token_ids)] * num_ids),
+        token_ids=pack_int32(token_ids * num_ids),
         finishes=bytes(num_ids),
         forward_us=1,
         step_us=1,
@@ -85,11 +86,36 @@ def test_the_example_of_plans_ahead_is_what_the_core_does() -> None:
             [start], [count] = unpack_int32(plan.start_positions), unpack_int32(plan.num_new_tokens)
             note(f"plan {plan.step}", f"[{start}, {start + count})" + " and samples" * plan.samples[0])
             plans.append(plan)
-        answer(core, plans[step], request, token_id=7)
+        answer(core, plans[step], request, 7)
         note(f"result {step}", "")
     documented = table_after(
         (DOCS / "scheduling.md").read_text(encoding="utf-8"),
         "| event | computes | known tokens | num_computed | num_planned | num_expected |",
+    )
+    assert documented == rows
+
+
+def test_the_example_of_speculation_is_what_the_core_does() -> None:
+    core = new_core(page_size=4, plans_ahead=1, speculation=SpeculationLimits(3, 2, 8))
+    request = submit(core, 1, [1, 2, 3, 4, 5, 6, 7, 8, 1, 2], max_tokens=20)
+    rows: list[list[str]] = []
+
+    def note(event: str) -> None:
+        cursors = (request.num_tokens, request.num_computed, request.num_planned, len(request.pages))
+        rows.append([event, *map(str, cursors)])
+
+    answer(core, planned(core), request, 3)
+    note("11 tokens are known, three ids are proposed")
+    plan = planned(core)
+    assert (unpack_int32(plan.start_positions), unpack_int32(plan.proposal_ids)) == ([10], [4, 5, 6])
+    note("plan: tokens [10, 14), the last three proposed")
+    answer(core, plan, request, 4, 5, 9)
+    note("result: three ids, so two proposals stand")
+    assert (unpack_int32(planned(core).start_positions), request.num_planned) == ([13], 14)
+    note("plan: token 13; it overwrites the KV of the third proposal")
+    documented = table_after(
+        (DOCS / "scheduling.md").read_text(encoding="utf-8"),
+        "| event (page size 4, nothing in flight) | known tokens | num_computed | num_planned | pages |",
     )
     assert documented == rows
 
@@ -130,7 +156,7 @@ def test_the_example_of_the_kv_cache_is_what_the_ledger_does() -> None:
         while request.is_alive:
             plan = planned(core)
             note(request)
-            answer(core, plan, request, token_id=101 + number)
+            answer(core, plan, request, 101 + number)
             core.check_invariants()
             note(request)
     documented = table_after(

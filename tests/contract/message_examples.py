@@ -98,7 +98,7 @@ EXAMPLES: list[object] = [
     HopReport(ID_A, 1, Role.SCHEDULER, "s-1", 1_790_000_000_000_000, 1500, 90_000, {"steps": 12.0, "页": 3.0}),
     StepPlan(42, 1000, pack_int32([3]), (NewRow(1, ID_A, 0, pack_int32([1, 2, 3]), 2, pack_int32([9]), PLAIN, PROMPT),),
              pack_int32([1, 5]), pack_int32([1, 2]), pack_int32([10, 11, 12]), pack_int32([1, 5]), pack_int32([0, 99]),
-             pack_int32([3, 1]), b"\x00\x01"),
+             pack_int32([3, 3]), b"\x00\x01", pack_int32([0, 2]), pack_int32([41, 42])),
     StepResult(42, 1000, pack_int32([5, 6]), IDS, pack_int32([0, 1]), pack_int32([99, 3]), pack_int32([1, 0]),
                pack_int32([777]), bytes([Finish.NONE, Finish.NUMERICAL_ERROR]), 23_456, 25_000, pack_int32([1]),
                pack_int32([777]), pack_float32([-0.125]), (PROMPT_LOGPROBS,), (EMBEDDING,)),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from services.scheduler.admission import RequestRefusedError
+from services.scheduler.proposer import SpeculationLimits
 from services.scheduler.request import is_producing
 from services.wire.finish import Finish
 from services.wire.request_params import PLAIN_PROMPT, PromptParams, Task
@@ -38,6 +39,7 @@ class CoreMachine(RuleBasedStateMachine):
         chunk_tokens=st.sampled_from([3, 16, -1]),
         is_reckless=st.booleans(),
         jump_seed=st.none() | st.integers(0, 1000),
+        speculation=st.none() | st.builds(SpeculationLimits, st.integers(1, 5), st.integers(1, 3), st.integers(2, 12)),
     )
     def start(
         self,
@@ -48,11 +50,13 @@ class CoreMachine(RuleBasedStateMachine):
         chunk_tokens: int,
         is_reckless: bool,
         jump_seed: int | None,
+        speculation: SpeculationLimits | None,
     ) -> None:
         self.driver = Driver(
             new_limits(
                 max(pool_tokens // page_size, 3),
                 page_size,
+                speculation,
                 plans_ahead=plans_ahead,
                 max_rows=max_rows,
                 chunk_tokens=chunk_tokens,
@@ -78,6 +82,8 @@ class CoreMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         cache_root=st.sampled_from([b"", b"salt"]),
         num_logprobs=st.sampled_from([-1, -1, 0, 3]),
+        seed=st.sampled_from([7, -3, -9]),
+        has_rules=st.sampled_from([False, False, True]),
         grammar=st.sampled_from([None, None, "a", "b"]),
         prompt=st.sampled_from([PLAIN_PROMPT] * 3 + WISHES),
     )

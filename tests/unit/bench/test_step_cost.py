@@ -36,3 +36,15 @@ def test_a_step_without_wishes_picks_what_the_whole_one_picks(model: RunnableMod
         whole.decode()
         plain.decode()
         assert torch.equal(whole.runner.newest.input_ids, plain.runner.newest.input_ids)
+
+
+def test_steps_with_proposals_are_steps_of_the_same_row(model: RunnableModel) -> None:
+    """Whatever stands of the proposals by chance, the row goes on as it does without."""
+    verified, plain = (DecodingRows(model, 1, 20, 40, "greedy") for _ in range(2))
+    for _ in range(4):
+        assert verified.verify(3) > 0
+        verified.decode()
+    length = verified.runner.newest.context_lengths[0]
+    while plain.decode() and plain.runner.newest.context_lengths[0] < length:
+        pass
+    assert torch.equal(verified.runner.newest.input_ids, plain.runner.newest.input_ids)

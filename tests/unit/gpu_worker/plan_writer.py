@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.wire.codec import decode, encode
@@ -57,11 +57,18 @@ class PlanWriter:
         self.free_rows = list(range(max_rows))[::-1]
         self._released: list[int] = []
         self._requests: dict[bytes, Request] = {}
+        self._proposed: dict[int, int] = {}
 
-    def plan(self, *parts: tuple[Request, int]) -> StepPlan:
-        """A step in which each request computes so many of its next tokens; it samples when these are its last."""
+    def plan(self, *parts: tuple[Request, int], proposals: Mapping[int, Sequence[int]] | None = None) -> StepPlan:
+        """A step in which each request computes so many of its next tokens; it samples when these are its last.
+
+        `proposals`: by number of the request, ids that it computes behind its last ones.
+        """
+        proposed = [list((proposals or {}).get(request.number, ())) for request, _ in parts]
         new_rows, grown, columns, samples = [], [], [], bytearray()
-        for request, count in parts:
+        for (request, count), ids in zip(parts, proposed, strict=True):
+            if ids:
+                self._proposed[request.number] = len(ids)
             if request.row < 0:
                 new_rows.append(self._introduce(request))
             else:
@@ -82,8 +89,10 @@ class PlanWriter:
             page_ids=pack_int32(page for _, pages in grown for page in pages),
             rows=pack_int32(row for row, _, _ in columns),
             start_positions=pack_int32(start for _, start, _ in columns),
-            num_new_tokens=pack_int32(count for _, _, count in columns),
+            num_new_tokens=pack_int32(count + len(ids) for (_, _, count), ids in zip(columns, proposed, strict=True)),
             samples=bytes(samples),
+            proposal_counts=pack_int32(map(len, proposed)) if any(proposed) else b"",
+            proposal_ids=pack_int32(token_id for ids in proposed for token_id in ids),
         )
         self.next_step += 1
         self._released = []
@@ -127,7 +136,10 @@ class PlanWriter:
             assert first == len(request.output) or not ids
             request.output += ids
             request.logprobs += own
-            # A row with a grammar may have got more than was expected.
+            if proposals := self._proposed.pop(request.number, 0):
+                assert len(ids) <= proposals + 1
+                request.num_planned += max(0, len(ids) - 1)
+            # A row with a grammar, or with proposals that stood, may have got more than was expected.
             request.num_expected = max(request.num_expected, len(request.token_ids))
         for piece in result.prompt_logprobs:
             self._take_piece(piece)
@@ -163,7 +175,8 @@ class PlanWriter:
         )
 
     def _grow(self, request: Request) -> list[int]:
-        missing = -(-request.num_expected // self.page_size) - len(request.pages)
+        num_tokens = request.num_expected + self._proposed.get(request.number, 0)
+        missing = -(-num_tokens // self.page_size) - len(request.pages)
         pages = [self.free_pages.pop() for _ in range(missing)]
         request.pages += pages
         return pages

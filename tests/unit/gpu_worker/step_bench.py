@@ -37,6 +37,13 @@ class Bench:
         """One step, its result taken at once."""
         self.take(self.launcher.launch(self.writer.plan(*parts)))
 
+    def verify(self, request: Request, proposal: list[int], *others: tuple[Request, int]) -> int:
+        """A step in which a decode has a proposal; returns how many ids it got."""
+        num_before = len(request.output)
+        plan = self.writer.plan((request, 1), *others, proposals={request.number: proposal})
+        self.take(self.launcher.launch(plan))
+        return len(request.output) - num_before
+
     def take(self, pending: PendingStep) -> None:
         pending.wait_copied()
         self.writer.take(self.launcher.finish(pending))

@@ -9,6 +9,7 @@ from services.scheduler.core import Core
 from services.scheduler.outcomes import Produced
 from services.scheduler.policy import RemainderEstimate
 from services.scheduler.prompt_record import PromptPart
+from services.scheduler.proposer import SpeculationLimits
 from services.scheduler.request import Request
 from services.wire.columns import unpack_float32, unpack_int32
 from services.wire.finish import Finish
@@ -26,7 +27,9 @@ from tests.unit.scheduler.fake_worker import (
 EPOCH = 0x1234
 
 
-def new_limits(num_pages: int, page_size: int, **other: int) -> CoreLimits:
+def new_limits(
+    num_pages: int, page_size: int, speculation: SpeculationLimits | None = None, **other: int
+) -> CoreLimits:
     """Limits for tests: chunks of 16 tokens, 8 rows, no plan ahead, unless `other` says so."""
     fields = {
         "max_model_len": 8192,
@@ -38,7 +41,9 @@ def new_limits(num_pages: int, page_size: int, **other: int) -> CoreLimits:
         "max_waiting": 1000,
         "plans_ahead": 0,
     }
-    return CoreLimits(num_pages=num_pages, page_size=page_size, caches_prefixes=True, **(fields | other))
+    return CoreLimits(
+        num_pages=num_pages, page_size=page_size, caches_prefixes=True, speculation=speculation, **(fields | other)
+    )
 
 
 @dataclass

@@ -16,7 +16,15 @@ from random import Random
 from services.wire.codec import decode, encode
 from services.wire.columns import pack_float32, pack_int32, split_by_counts, unpack_int32
 from services.wire.finish import Finish
-from services.wire.request_params import Grammar, GrammarKind, PromptParams, SamplingParams, Task, TextParams
+from services.wire.request_params import (
+    Grammar,
+    GrammarKind,
+    LogitRules,
+    PromptParams,
+    SamplingParams,
+    Task,
+    TextParams,
+)
 from services.wire.requests import Submit
 from services.wire.steps import Embedding, NewRow, PromptLogprobs, StepPlan, StepResult
 
@@ -25,7 +33,12 @@ NOT_A_NUMBER = -7
 
 
 def next_token(sampling: SamplingParams, tokens: bytes) -> int:
-    """The token after `tokens` (int32 bytes)."""
+    """The token after `tokens` (int32 bytes).
+
+    A negative seed writes a text that repeats itself: mostly, the last two tokens decide on the next.
+    """
+    if sampling.seed < 0 and len(tokens) // 4 % -sampling.seed:
+        return zlib.crc32(tokens[-8:]) % 6
     return zlib.crc32(tokens, zlib.crc32(f"{sampling.seed} {sampling.choice}".encode())) % VOCAB_SIZE
 
 
@@ -103,7 +116,8 @@ def new_submit(
 ) -> Submit:
     """A Submit with small numbers for ids.
 
-    `other`: output_token_ids, min_tokens, choice, num_logprobs, grammar (a regex), or fields of Submit by their names.
+    `other`: output_token_ids, min_tokens, choice, num_logprobs, grammar (a regex), seed, has_rules, or fields of Submit
+    by their names.
     """
     outputs = other.pop("output_token_ids", [])
     assert isinstance(outputs, list)
@@ -119,10 +133,11 @@ def new_submit(
             top_p=1.0,
             top_k=0,
             min_p=0.0,
-            seed=7,
+            seed=int(str(other.pop("seed", 7))),
             choice=int(str(other.pop("choice", 0))),
             grammar=grammar_of(other.pop("grammar", None)),
             num_logprobs=int(str(other.pop("num_logprobs", -1))),
+            rules=LogitRules(frequency_penalty=0.5) if other.pop("has_rules", False) else None,
         ),
     }
     return Submit(
@@ -148,6 +163,7 @@ class FakeRow:
     num_computed: int = -1  # unknown until the first plan says where it starts
     state_sum: float = 0.0  # of the hidden states computed in this row
     jumped_step: int = -1  # the last step that gave it more than one id
+    verified_step: int = -1  # the last step in which it had proposals
 
 
 @dataclass
@@ -166,6 +182,10 @@ class FakeWorker:
     jumps: Random | None = None
     """Decides where a row's next ids are forced, so that it gives several at once; None: nowhere."""
     num_jumps: int = 0
+    num_proposed: int = 0
+    num_accepted: int = 0
+    lockstep_beside: int = 0
+    """Steps with proposals in which other rows had none."""
 
     def __post_init__(self) -> None:
         self.memory = array("i", [NOT_A_NUMBER]) * (self.num_pages * self.page_size)
@@ -225,9 +245,15 @@ class FakeWorker:
             self.step_tokens.append(counts)
         self.pieces: list[PromptLogprobs] = []
         self.embeddings: list[Embedding] = []
+        proposals = split_by_counts(
+            unpack_int32(plan.proposal_ids), unpack_int32(plan.proposal_counts) or [0] * len(rows)
+        )
+        self.lockstep_beside += any(proposals) and not all(proposals)
         sampled = [
-            self._compute_row(row, start, count, bool(samples))
-            for row, start, count, samples in zip(rows, starts, counts, plan.samples, strict=True)
+            self._verify_row(row, start, count, proposal)
+            if proposal
+            else self._compute_row(row, start, count, bool(samples))
+            for row, start, count, samples, proposal in zip(rows, starts, counts, plan.samples, proposals, strict=True)
         ]
         result = _result(plan, [outcome for outcome in sampled if outcome is not None])
         self.results.append(replace(result, prompt_logprobs=tuple(self.pieces), embeddings=tuple(self.embeddings)))
@@ -237,6 +263,7 @@ class FakeWorker:
         end = start + count
         num_known = len(row.tokens) // 4
         assert row.num_computed in (start, -1)
+        assert row.verified_step < self.num_delivered  # the scheduler knows what came of its proposals
         assert end <= num_known
         assert end <= len(row.pages) * self.page_size
         is_silent = end == num_known and not samples  # a request that produces nothing
@@ -275,6 +302,31 @@ class FakeWorker:
         before = [bytes(row.tokens[: 4 * (num_known + i)]) for i in range(num_ids)]
         logprobs = [logprobs_of(row.sampling, tokens, each) for tokens, each in zip(before, ids, strict=True)]
         return _Sampled(number, row, first_index, ids, logprobs)
+
+    def _verify_row(self, number: int, start: int, count: int, proposal: list[int]) -> _Sampled | None:
+        """A row with proposals: samples after its own last token and after each proposal that is what it sampled."""
+        row, num_own = self.rows[number], count - len(proposal)
+        assert row.sampling.rules is None
+        assert row.sampling.grammar is None
+        assert start + count <= len(row.pages) * self.page_size
+        jumps, self.jumps = self.jumps, None
+        outcome = self._compute_row(number, start, num_own, samples=True)
+        self.jumps = jumps
+        row.verified_step = self.next_step - 1
+        assert outcome is not None
+        for position, token_id in enumerate(proposal, start + num_own):
+            self.memory[row.pages[position // self.page_size] * self.page_size + position % self.page_size] = token_id
+        self.num_proposed += len(proposal)
+        for token_id in proposal if outcome.token_ids else []:
+            if token_id != outcome.token_ids[-1]:
+                break
+            row.num_computed += 1
+            self.num_accepted += 1
+            assert self._read(row, row.num_computed) == bytes(row.tokens)
+            outcome.token_ids.append(next_token(row.sampling, bytes(row.tokens)))
+            outcome.logprobs.append([])
+            row.tokens += pack_int32(outcome.token_ids[-1:])
+        return outcome
 
     def _tell_prompt(self, row: FakeRow, start: int, end: int) -> None:
         """What is wanted of the prompt, from what stands in the pages."""
