@@ -68,6 +68,11 @@ def fp8_forms(
     return Fp8Forms(config, rounding_for(device), pump)
 
 
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether a device multiplies such numbers."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+
+
 def _require_capability(flag: str, device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:

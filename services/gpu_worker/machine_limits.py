@@ -17,12 +17,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from services.gpu_worker.fp8 import E4M3
 from services.gpu_worker.host_limits import available_memory_bytes
-from services.gpu_worker.products.kernels import PackedProjection, has_packed_float32
+from services.gpu_worker.products.fp8 import FP8_SIDES
+from services.gpu_worker.products.kernels import PackedProjection, has_fast_bfloat16, has_packed_float32
 from services.gpu_worker.timing import run_times_s
 
 _READING_S, _PRODUCTS_S, _TRIAL_S = 0.04, 0.05, 0.005  # runs are repeated for so long
 _CPU_SIDE, _TRIAL_SIDE = 1024, 256
+_LONG_S = 0.15  # a product that takes longer is not run for the sake of a number
 _PART_BYTES = 64 * 2**20  # read at once on a CPU: a run that another process disturbs is one of many
 _CUDA_SIDE = 8192
 _LEAST_CPU_BYTES, _MOST_CPU_BYTES = 64 * 2**20, 256 * 2**20
@@ -67,7 +70,7 @@ def _measured(device: torch.device, dtype: torch.dtype, num_threads: int) -> Mac
     num_bytes = min(_CUDA_BYTES, free // (2 * _MEMORY_SHARE))
     return MachineLimits(
         measure_reading(device, num_bytes),
-        measure_products(device, dtype, min(_CUDA_SIDE, isqrt(num_bytes // (2 * dtype.itemsize)))),
+        measure_products(device, dtype, min(_CUDA_SIDE, isqrt(num_bytes // 16) // FP8_SIDES * FP8_SIDES)),
         _measure_upload(device, min(_UPLOAD_BYTES, num_bytes)),
     )
 
@@ -118,13 +121,30 @@ def _reading_rate(matrix: Tensor) -> float:
 
 def measure_products(device: torch.device, dtype: torch.dtype, side: int) -> float:
     """Operations a second of the product of two square matrices of random numbers: a GPU runs slower with these."""
-    left, right = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
-    return 2 * side**3 / _least_s(device, lambda: left @ right, _PRODUCTS_S)
+    left, right = (torch.randn(side, side, dtype=torch.float32, device=device).to(dtype) for _ in range(2))
+    if dtype == E4M3:
+        run = functools.partial(_multiply_8_bits, left, right, torch.ones(side, 1, device=device))
+    else:
+        run = functools.partial(torch.matmul, left, right)
+    return 2 * side**3 / _least_s(device, run, _PRODUCTS_S)
+
+
+def _multiply_8_bits(left: Tensor, right: Tensor, scales: Tensor) -> Tensor:
+    """As the worker multiplies them: a scale for each row and column."""
+    product: Tensor = torch._scaled_mm(
+        left, right.t(), scale_a=scales, scale_b=scales.view(1, -1), out_dtype=torch.bfloat16
+    )
+    return product
 
 
 def _measure_cpu_products(dtype: torch.dtype) -> float:
-    """Of a large product, in the way that is fastest for a smaller one."""
+    """Of a large product, in the way that is fastest for a smaller one; of that alone where a large one takes long."""
     cpu = torch.device("cpu")
+    packs: dict[torch.dtype, Callable[[], bool]] = {
+        torch.float32: has_packed_float32,
+        torch.bfloat16: has_fast_bfloat16,
+    }
+    has_packed = dtype in packs and packs[dtype]()
 
     def way_of(is_packed: bool, side: int) -> Callable[[], object]:
         ones = torch.ones(side, side)
@@ -132,8 +152,10 @@ def _measure_cpu_products(dtype: torch.dtype) -> float:
             return functools.partial(PackedProjection(ones, None, dtype), ones)
         return functools.partial(torch.matmul, ones.to(dtype), ones.to(dtype))
 
-    ways = [False, True] if has_packed_float32() else [False]
-    best = min(ways, key=lambda is_packed: _least_s(cpu, way_of(is_packed, _TRIAL_SIDE), _TRIAL_S))
+    ways = [False, True] if has_packed else [False]
+    trial_s, best = min((_least_s(cpu, way_of(is_packed, _TRIAL_SIDE), _TRIAL_S), is_packed) for is_packed in ways)
+    if trial_s * (_CPU_SIDE / _TRIAL_SIDE) ** 3 > _LONG_S:
+        return 2 * _TRIAL_SIDE**3 / trial_s
     return 2 * _CPU_SIDE**3 / _least_s(cpu, way_of(best, _CPU_SIDE), _PRODUCTS_S)
 
 

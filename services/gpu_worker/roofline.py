@@ -12,7 +12,6 @@ from time import perf_counter
 import torch
 
 from services.gpu_worker.machine_limits import MachineLimits, machine_limits
-from services.gpu_worker.products.kernels import has_fast_bfloat16
 from services.gpu_worker.step_cost import ModelCost, StepCost
 from services.gpu_worker.step_meter import StepMeter
 from services.gpu_worker.weights import LoadReport
@@ -73,11 +72,6 @@ def measure_machine(device: torch.device, name: str, dtype: torch.dtype) -> Mach
     return Machine(device.type, name, shown, torch.get_num_threads(), limits)
 
 
-def product_dtype(weights: torch.dtype, may_round: bool) -> torch.dtype:
-    """What most products are computed in: on a CPU bfloat16 where it is faster and may be, else as the weights are."""
-    return torch.bfloat16 if may_round and has_fast_bfloat16() else weights
-
-
 class Roofline:
     """The steps of one worker beside what its machine can do."""
 
@@ -90,7 +84,8 @@ class Roofline:
 
     def count(self, plan: StepPlan, result: StepResult) -> StepCost:
         """Counts a step that has run; what it asked of the machine."""
-        cost = self._cost.of_step(unpack_int32(plan.start_positions), unpack_int32(plan.num_new_tokens))
+        starts, counts, proposed = map(unpack_int32, (plan.start_positions, plan.num_new_tokens, plan.proposal_counts))
+        cost = self._cost.of_step(starts, counts, proposed)
         self.meter.count(cost, result.forward_us, result.step_us)
         return cost
 

@@ -18,6 +18,7 @@ from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.decode_graphs import GraphLimits
 from services.gpu_worker.dummy_weights import dummy_model
 from services.gpu_worker.eight_bits import choose_kv_dtype, fp8_forms
+from services.gpu_worker.fp8 import E4M3
 from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.grammar_compiler import GrammarCompiler
 from services.gpu_worker.grammar_process import ChildSpec
@@ -34,7 +35,8 @@ from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.models.parse_config import parse_model_config
 from services.gpu_worker.products.forms import CpuForms
-from services.gpu_worker.roofline import Loaded, Roofline, measure_machine, product_dtype
+from services.gpu_worker.products.kernels import has_fast_bfloat16
+from services.gpu_worker.roofline import Loaded, Roofline, measure_machine
 from services.gpu_worker.step_cost import ModelCost
 from services.gpu_worker.step_launcher import StepLauncher
 from services.gpu_worker.warm_up import WarmUp, warm_up
@@ -91,8 +93,7 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     operators = operators_for(device)
     shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, kv_dtype)
     bare = ModelRunner(config, weights, KvCache(shape, 0, device), attention, operators)
-    may_round = is_laid_out(settings, device) and settings.numerics == "fast"
-    machine = measure_machine(device, device_name(device), product_dtype(dtype, may_round))
+    machine = measure_machine(device, device_name(device), product_dtype(settings, device, dtype))
     measured = warm_up(bare, pump, max(0, settings.chunked_prefill_size))
     logger.info(
         "warm-up: %d tokens in %.0f ms (%.0f tokens/s), one token in %.1f ms",
@@ -191,6 +192,14 @@ def choose_dtype(settings: Settings) -> torch.dtype | None:
 def is_laid_out(settings: Settings, device: torch.device) -> bool:
     """Whether matrices are kept in forms of this machine's own: on a CPU, unless half precision was asked for."""
     return device.type == "cpu" and choose_dtype(settings) in (None, torch.float32)
+
+
+def product_dtype(settings: Settings, device: torch.device, weights: torch.dtype) -> torch.dtype:
+    """What most products are computed in, where weights that are not quantized are in this dtype."""
+    if settings.quantization == "fp8":
+        return E4M3
+    may_round = is_laid_out(settings, device) and settings.numerics == "fast"
+    return torch.bfloat16 if may_round and has_fast_bfloat16() else weights
 
 
 def forms_of(settings: Settings, pump: Callable[[], None] = lambda: None) -> CpuForms:

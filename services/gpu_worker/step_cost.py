@@ -26,8 +26,9 @@ class StepCost:
     """One step.
 
     Attributes:
-        is_decode: whether every row has one new token; else it is a prefill, decoding rows beside it or not.
-        num_tokens: new tokens.
+        is_decode: whether every row has one new token, proposals apart; else it is a prefill, decoding rows beside it
+            or not.
+        num_tokens: new tokens, proposals among them.
         num_bytes: moved between memory and processor.
         num_operations: additions and multiplications.
     """
@@ -53,7 +54,7 @@ class ModelCost:
         of_attention = config.hidden_size * (2 * queries + 2 * keys)
         of_mlps = sum(3 * config.hidden_size * width for width in _widths(config))
         self._operations_per_token = 2 * (config.num_layers * of_attention + of_mlps)
-        self._operations_per_row = 2 * config.vocab_size * config.hidden_size
+        self._operations_per_logits = 2 * config.vocab_size * config.hidden_size
         self._operations_per_pair = 4 * queries  # of one layer: a new token and a token that it attends to
         self._layers = _Reads([each for layer in weights.layers for each in layer.projections])
         self._experts = config.experts
@@ -67,13 +68,22 @@ class ModelCost:
         self._windows = tuple(Counter(config.windows).items())
         self._has_windows = any(window is not None for window in config.windows)
 
-    def of_step(self, starts: Sequence[int], counts: Sequence[int]) -> StepCost:
-        """The cost of a step whose rows compute `counts` new tokens from the positions `starts` on: num_rows each."""
-        num_rows, num_tokens = len(counts), sum(counts)
+    def of_step(self, starts: Sequence[int], counts: Sequence[int], proposed: Sequence[int] = ()) -> StepCost:
+        """The cost of a step.
+
+        Args:
+            starts: for each row the first position that it computes.
+            counts: its new tokens.
+            proposed: proposals that it computes behind them, each with logits of its own; empty where no row has any.
+        """
+        num_rows, is_decode = len(counts), sum(counts) == len(counts)
+        if proposed:
+            counts = list(map(add, counts, proposed))
+        num_tokens, num_logits = sum(counts), num_rows + sum(proposed)
         longest = max(map(add, starts, counts)) if self._has_windows else 0
-        num_bytes = self.weight_bytes(num_tokens, num_rows)
-        num_bytes += num_tokens * (self._embedding_bytes + self._kv_bytes_per_token) + num_rows * self._logit_bytes
-        num_operations = num_tokens * self._operations_per_token + num_rows * self._operations_per_row
+        num_bytes = self.weight_bytes(num_tokens, num_logits)
+        num_bytes += num_tokens * (self._embedding_bytes + self._kv_bytes_per_token) + num_logits * self._logit_bytes
+        num_operations = num_tokens * self._operations_per_token + num_logits * self._operations_per_logits
         for window, num_layers in self._windows:
             if window is None or window >= longest:
                 num_read, num_pairs = _attended(starts, counts)
@@ -81,12 +91,12 @@ class ModelCost:
                 num_read, num_pairs = _attended_within(starts, counts, window)
             num_bytes += num_layers * self._kv_bytes_of_layer * num_read
             num_operations += num_layers * self._operations_per_pair * num_pairs
-        return StepCost(num_tokens == num_rows, num_tokens, num_bytes, num_operations)
+        return StepCost(is_decode, num_tokens, num_bytes, num_operations)
 
-    def weight_bytes(self, num_tokens: int, num_rows: int) -> int:
-        """Bytes of weights that a step of so many tokens and rows reads: layers, norms, head."""
+    def weight_bytes(self, num_tokens: int, num_logits: int) -> int:
+        """Bytes of weights that a step of so many tokens and lines of logits reads: layers, norms, head."""
         experts = int(self._expert_bytes * _share_of_experts(self._experts, num_tokens))
-        return self._layers.num_bytes(num_tokens) + experts + self._norm_bytes + self._head.num_bytes(num_rows)
+        return self._layers.num_bytes(num_tokens) + experts + self._norm_bytes + self._head.num_bytes(num_logits)
 
 
 class _Reads:

@@ -18,11 +18,15 @@ import torch
 from torch import Tensor
 
 from services.gpu_worker.attention import attention_for
+from services.gpu_worker.eight_bits import multiplies_fp8
+from services.gpu_worker.fp8 import E4M3
 from services.gpu_worker.fused_operators import operators_for
+from services.gpu_worker.kernels import rounding_for
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.models.projection import DenseProjection, Projection
 from services.gpu_worker.products.four_bit import FourBitProjection, fits_four_bit
+from services.gpu_worker.products.fp8 import FP8_SIDES, Fp8Projection
 from services.gpu_worker.products.grid import GridProjection, fits_grid_loop
 from services.gpu_worker.products.kernels import PackedProjection, has_fast_bfloat16, has_packed_float32
 from services.gpu_worker.sampler import sample
@@ -107,6 +111,9 @@ class _Form:
 def _forms(place: Place, num_outputs: int, num_inputs: int) -> Iterator[_Form]:
     weight = torch.randn(num_outputs, num_inputs, device=place.device).to(place.dtype)
     yield _Form(f"plain {_name(place.dtype)}", place.dtype, lambda: DenseProjection(weight.clone()))
+    sides_fit = num_outputs % FP8_SIDES == 0 and num_inputs % FP8_SIDES == 0
+    if place.dtype == torch.bfloat16 and sides_fit and multiplies_fp8(place.device):
+        yield _Form("fp8", E4M3, lambda: Fp8Projection(weight, None, rounding_for(place.device)))
     if place.device.type != "cpu" or place.dtype != torch.float32:
         return
     has_packed = {torch.float32: has_packed_float32(), torch.bfloat16: has_fast_bfloat16()}

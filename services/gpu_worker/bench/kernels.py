@@ -22,7 +22,7 @@ from services.gpu_worker.host_limits import keep_freed_memory
 from services.gpu_worker.machine_limits import machine_limits
 from services.gpu_worker.models.parse_config import parse_model_config
 from services.gpu_worker.roofline import measure_machine
-from services.gpu_worker.start_up import choose_device, choose_dtype, device_name, set_up_threads
+from services.gpu_worker.start_up import choose_device, choose_dtype, device_name, product_dtype, set_up_threads
 from services.gpu_worker.timing import run_times_s
 from services.gpu_worker.weights import default_dtype
 from services.model_files.source import open_model
@@ -42,7 +42,7 @@ def bench_kernels(settings: Settings, arguments: Sequence[str]) -> None:
     keep_freed_memory()
     config = parse_model_config(open_model(settings.model))
     place = Place(config, device, choose_dtype(settings) or default_dtype(config, device))
-    tell_machine(measure_machine(device, device_name(device), place.dtype))
+    tell_machine(measure_machine(device, device_name(device), product_dtype(settings, device, place.dtype)))
     for case in _cases(place, settings.page_size, options.rows, options.contexts):
         seconds = median(run_times_s(device, case.run, options.seconds))
         tell(

@@ -20,7 +20,9 @@ from services.gpu_worker.models.layer_weights import DecoderWeights
 from services.gpu_worker.models.projection import DenseProjection, Projection
 from services.gpu_worker.weight_grid import WeightGrid
 
-_SIDES = 16  # numbers of rows and columns of a matrix must be multiples of it
+FP8_SIDES = 16
+"""Numbers of rows and columns of a matrix must be multiples of it."""
+
 LEAST_MAXIMUM = 1e-12
 """What the largest number of a row of zeros is taken to be."""
 
@@ -97,7 +99,7 @@ class Fp8Forms:
         self._pump()
         num_rows, num_columns = dense.weight.shape
         is_head = (num_rows, num_columns) == self._head_shape
-        if is_head or num_rows % _SIDES or num_columns % _SIDES:
+        if is_head or num_rows % FP8_SIDES or num_columns % FP8_SIDES:
             self._counts["plain"] += 1
             return dense
         self._counts["in 8 bits"] += 1

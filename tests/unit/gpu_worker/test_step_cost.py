@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.gpu_worker import machine_limits as measuring
+from services.gpu_worker.fp8 import E4M3
 from services.gpu_worker.machine_limits import MachineLimits, cpu_buffer_bytes, machine_limits
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.models.layer_weights import DecoderWeights
@@ -81,6 +82,21 @@ def test_a_step_costs_what_counting_it_pair_by_pair_gives(
     assert (found.num_bytes, found.num_operations) == counted(model.config, model.weights, rows, windows)
     assert found.num_tokens == sum(count for _, count in rows)
     assert found.is_decode == all(count == 1 for _, count in rows)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=5))
+def test_proposals_cost_what_further_tokens_of_their_row_and_their_logits_cost(
+    model: LoadedModel, rows: list[tuple[int, int, int]]
+) -> None:
+    cost = ModelCost(model.config, model.weights, KV_BYTES)
+    starts, counts, proposed = ([row[index] for row in rows] for index in range(3))
+    found = cost.of_step(starts, counts, proposed)
+    whole = cost.of_step(starts, [own + more for own, more in zip(counts, proposed, strict=True)])
+    of_logits = model.config.vocab_size * sum(proposed)
+    assert found.num_tokens == whole.num_tokens
+    assert found.num_bytes == whole.num_bytes + 4 * of_logits
+    assert found.num_operations == whole.num_operations + 2 * of_logits * model.config.hidden_size
+    assert found.is_decode == all(count == 1 for count in counts)
 
 
 def test_the_form_that_so_many_rows_go_through_is_what_is_read(model: LoadedModel) -> None:
@@ -150,6 +166,17 @@ def test_limits_are_measured_once_in_a_process(monkeypatch: pytest.MonkeyPatch) 
     assert found.upload_bytes_per_s == 0.0
     assert machine_limits(CPU, torch.float32) is found
     measuring._measured.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, E4M3])
+def test_products_are_measured_in_every_dtype_that_there_is(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "_CPU_SIDE", 64)
+    monkeypatch.setattr(measuring, "_TRIAL_SIDE", 32)
+    assert measuring.measure_products(CPU, dtype, 32) > 1e4
+    if dtype != E4M3:  # which no CPU is asked for
+        assert measuring._measure_cpu_products(dtype) > 1e4
 
 
 def test_what_is_read_is_far_larger_than_the_caches_and_small_beside_the_memory(
