@@ -23,6 +23,7 @@ import torch
 
 from bench.provenance import provenance
 from services.gpu_worker.attention import attention_for
+from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.held_rows import WorkerSizes
 from services.gpu_worker.host_limits import keep_freed_memory, num_cores
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
@@ -103,7 +104,8 @@ class DecodingRows:
         num_pages = num_rows * -(-(context + num_steps) // _PAGE_SIZE)
         shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, _PAGE_SIZE, torch.float32)
         pool = KvCache(shape, num_pages, _CPU)
-        self.runner = RecordingRunner(config, model.weights, pool, attention_for(_CPU, torch.float32))
+        attention = attention_for(_CPU, torch.float32)
+        self.runner = RecordingRunner(config, model.weights, pool, attention, operators_for(_CPU))
         sizes = WorkerSizes(num_rows, config.max_position_embeddings, config.vocab_size, _PAGE_SIZE, num_pages)
         self.state = WorkerState(sizes, _CPU)
         self._launcher = StepLauncher(self.runner, self.state)

@@ -99,6 +99,9 @@ class Forms(Protocol):
     def lay_out(self, dense: DenseProjection, grid: WeightGrid | None) -> Projection:
         """The projection that runs; `grid` is where the file holds the matrix on one. May keep `dense`."""
 
+    def settle(self) -> None:
+        """Decides what could not be decided matrix by matrix, once all are laid out."""
+
 
 def load_model(
     files: ModelFiles,
@@ -159,6 +162,7 @@ def load_laid_out(
         for index in range(config.num_layers):
             layer = allocate_layer(config, *place, index)
             layers.append(_laid_out(reader, layer, list(layer_placements(config, layer, index)), forms))
+        forms.settle()
     weights = DecoderWeights(outside.embedding, tuple(layers), outside.final_norm, head, outside.rotary_frequencies)
     return RunnableModel(config, weights, reader.report())
 

@@ -10,8 +10,9 @@ number of rows goes through the codes, which is slower for many.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
@@ -25,9 +26,12 @@ from services.gpu_worker.weight_grid import WeightGrid
 
 _FORM_ROWS = (1, 16, 128)  # a decode, a batch of decodes, a chunk of a prompt
 _CROSSOVER_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_RUNS = 3
+_RUNS = 5
+_MEASURED = 8  # matrices of a shape
 
 Shape = tuple[int, ...]
+
+logger = logging.getLogger(__name__)
 
 
 class CpuForms:
@@ -46,7 +50,7 @@ class CpuForms:
         self._pump = pump
         self._uses_bfloat16 = not is_exact and has_fast_bfloat16()
         self._packs: dict[Shape, bool] = {}
-        self._most_few_rows: dict[Shape, int] = {}
+        self._pairs: dict[tuple[Shape, str, str], list[TwoForms]] = {}
         self._counts: Counter[str] = Counter()
 
     def reads_grid(self, num_bits: int) -> bool:
@@ -72,26 +76,37 @@ class CpuForms:
     def lay_out(self, dense: DenseProjection, grid: WeightGrid | None) -> Projection:
         """See `Forms.lay_out`."""
         self._pump()
-        projection, name = self._with_codes(dense, grid) if grid is not None else self._for_many_rows(dense)
+        return self._named(*self._for_many_rows(dense)) if grid is None else self._with_codes(dense, grid)
+
+    def _with_codes(self, dense: DenseProjection, grid: WeightGrid) -> Projection:
+        few = _by_codes(grid, dense)
+        if few is None:
+            return self._named(*self._for_many_rows(dense))
+        codes = f"in {grid.num_bits} bits"
+        many, name = self._for_many_rows(dense)
+        if many.num_bytes > self._copy_bytes_left:
+            return self._named(few, codes)
+        self._copy_bytes_left -= many.num_bytes
+        pair = TwoForms(few, many)
+        self._pairs.setdefault((tuple(dense.weight.shape), codes, name), []).append(pair)
+        return pair
+
+    def _named(self, projection: Projection, name: str) -> Projection:
         self._counts[name] += 1
         return projection
 
-    def _with_codes(self, dense: DenseProjection, grid: WeightGrid) -> tuple[Projection, str]:
-        few = _by_codes(grid, dense)
-        if few is None:
-            return self._for_many_rows(dense)
-        codes = f"in {grid.num_bits} bits"
-        many, name = self._for_many_rows(dense)
-        shape = tuple(dense.weight.shape)
-        if shape not in self._most_few_rows:
-            self._most_few_rows[shape] = crossover(few, many, shape[1])
-        most_few_rows = self._most_few_rows[shape]
-        if most_few_rows == 0:
-            return many, name
-        if most_few_rows == _CROSSOVER_ROWS[-1] or many.num_bytes > self._copy_bytes_left:
-            return few, codes
-        self._copy_bytes_left -= many.num_bytes
-        return TwoForms(few, many, most_few_rows), f"{codes} for few rows and {name} for many"
+    def settle(self) -> None:
+        """See `Forms.settle`: measures up to how many rows the codes of each shape are faster."""
+        for (shape, codes, name), pairs in self._pairs.items():
+            self._pump()
+            few, many = zip(*[(pair.few, pair.many) for pair in pairs[:_MEASURED]], strict=True)
+            most = crossover(few, many, shape[1])
+            for pair in pairs:
+                pair.settle(most, _CROSSOVER_ROWS[-1])
+            both = f"{codes} for few rows and {name} for many"
+            self._counts[name if most == 0 else codes if most == _CROSSOVER_ROWS[-1] else both] += len(pairs)
+            logger.debug("%s of %s: codes up to %d rows", codes, shape, most)
+        self._pairs.clear()
 
     def _for_many_rows(self, dense: DenseProjection) -> tuple[Projection, str]:
         if not has_packed_float32():
@@ -101,8 +116,8 @@ class CpuForms:
         shape = tuple(dense.weight.shape)
         packed = PackedProjection(dense.weight, dense.bias, torch.float32)
         if shape not in self._packs:
-            self._packs[shape] = sum(_seconds(packed, rows, shape[1]) for rows in _FORM_ROWS) < sum(
-                _seconds(dense, rows, shape[1]) for rows in _FORM_ROWS
+            self._packs[shape] = sum(_seconds([packed], rows, shape[1]) for rows in _FORM_ROWS) < sum(
+                _seconds([dense], rows, shape[1]) for rows in _FORM_ROWS
             )
         return (packed, "packed float32") if self._packs[shape] else (dense, "plain float32")
 
@@ -114,8 +129,14 @@ def _by_codes(grid: WeightGrid, dense: DenseProjection) -> Projection | None:
     return FourBitProjection(grid, dense.bias) if fits_four_bit(grid) else None
 
 
-def crossover(few: Projection, many: Projection, width: int) -> int:
-    """The most rows (of those tried, in order) at which `few` is not slower than `many`; 0 where it never is faster."""
+def crossover(few: Sequence[Projection], many: Sequence[Projection], width: int) -> int:
+    """The most rows (of those tried, in order) at which codes are not slower; 0 where they never are faster.
+
+    Args:
+        few: codes of matrices of one shape.
+        many: the other form of the same ones.
+        width: of their inputs.
+    """
     most = 0
     for rows in _CROSSOVER_ROWS:
         if _seconds(few, rows, width) > _seconds(many, rows, width):
@@ -124,12 +145,16 @@ def crossover(few: Projection, many: Projection, width: int) -> int:
     return most
 
 
-def _seconds(projection: Projection, rows: int, width: int) -> float:
-    """The shortest of a few runs: what else the machine does only makes them longer."""
+def _seconds(projections: Sequence[Projection], rows: int, width: int) -> float:
+    """The shortest of a few calls each: what else the machine does only makes them longer.
+
+    One matrix after another, as in a step, because one that was just multiplied by lies in a cache.
+    """
     x = torch.zeros(rows, width)
     times = []
     for _ in range(_RUNS):
-        begin = perf_counter()
-        projection(x)
-        times.append(perf_counter() - begin)
+        for projection in projections:
+            begin = perf_counter()
+            projection(x)
+            times.append(perf_counter() - begin)
     return min(times)

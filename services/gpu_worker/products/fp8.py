@@ -88,6 +88,9 @@ class Fp8Forms:
             return 0 if self._is_tied else 2 * num_weights
         return num_weights + 4 * num_weights // self._head_shape[1]
 
+    def settle(self) -> None:
+        """See `Forms.settle`: nothing is left open."""
+
     def of_all(self, weights: DecoderWeights[DenseProjection]) -> DecoderWeights[Projection]:
         """The layers of a whole model in their forms."""
         layers = (layer.with_projections(lambda dense: self.lay_out(dense, None)) for layer in weights.layers)

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from services.gpu_worker.models.projection import Projection
 
 
-@dataclass(frozen=True, slots=True)
 class TwoForms:
-    """A `Projection` whose rounding depends on the number of rows: for fast numerics only.
+    """A `Projection` whose rounding depends on the number of rows: for fast numerics only."""
 
-    Attributes:
-        few: the form for up to `most_few_rows` rows.
-        many: the form for more.
-        most_few_rows: >= 1.
-    """
+    def __init__(self, few: Projection, many: Projection, most_few_rows: int = 1) -> None:
+        """Takes both forms.
 
-    few: Projection
-    many: Projection
-    most_few_rows: int
+        Args:
+            few: the form for up to `most_few_rows` rows.
+            many: the form for more.
+            most_few_rows: until it is known better.
+        """
+        self.few = few
+        self.many = many
+        self._most_few_rows = most_few_rows
+
+    def settle(self, most_few_rows: int, is_always: int) -> None:
+        """Says up to how many rows `few` is used; a form that never is (0 rows, or from `is_always` on) is given up."""
+        self._most_few_rows = most_few_rows
+        if most_few_rows == 0:
+            self.few = self.many
+        elif most_few_rows >= is_always:
+            self.many = self.few
 
     @property
     def num_bytes(self) -> int:
         """See `Projection.num_bytes`."""
-        return self.few.num_bytes + self.many.num_bytes
+        return self.few.num_bytes + (0 if self.many is self.few else self.many.num_bytes)
 
     def bytes_read(self, num_rows: int) -> int:
         """See `ReadsByRows.bytes_read`: one of the forms."""
-        return self.few.num_bytes if num_rows <= self.most_few_rows else self.many.num_bytes
+        return self.few.num_bytes if num_rows <= self._most_few_rows else self.many.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Projection.__call__`."""
-        return self.few(x) if x.shape[0] <= self.most_few_rows else self.many(x)
+        return self.few(x) if x.shape[0] <= self._most_few_rows else self.many(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,16 +133,30 @@ def test_few_rows_go_one_way_and_many_the_other() -> None:
         both(torch.zeros(rows, 2))
     assert (few, many) == ([1, 4], [5, 64])
     assert both.num_bytes == 16
+    both.settle(64, is_always=256)
+    both(torch.zeros(64, 2))
+    assert few == [1, 4, 64]
+
+
+@pytest.mark.parametrize(("most", "kept"), [(0, "many"), (256, "few")])
+def test_a_form_that_is_never_used_is_given_up(most: int, kept: str) -> None:
+    calls: dict[str, list[int]] = {"few": [], "many": []}
+    both = TwoForms(Counted(calls["few"]), Counted(calls["many"]))
+    both.settle(most, is_always=256)
+    for rows in (1, 500):
+        both(torch.zeros(rows, 2))
+    assert calls == {"few": [], "many": []} | {kept: [1, 500]}
+    assert both.num_bytes == both.bytes_read(1) == both.bytes_read(500) == 8
 
 
 def test_the_crossover_is_where_the_form_for_few_rows_becomes_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(projection: object, rows: int, width: int) -> float:
-        return float(rows) if projection is fast_for_few else 5.0
+    def seconds(projections: Sequence[object], rows: int, width: int) -> float:
+        return float(rows) if projections[0] is fast_for_few else 5.0
 
     fast_for_few, other = Counted([]), Counted([])
     monkeypatch.setattr("services.gpu_worker.products.forms._seconds", seconds)
-    assert crossover(fast_for_few, other, 2) == 4
-    assert crossover(other, fast_for_few, 2) == 0
+    assert crossover([fast_for_few], [other], 2) == 4
+    assert crossover([other], [fast_for_few], 2) == 0
 
 
 @pytest.mark.parametrize("copy_bytes", [0, 2**40])
