@@ -25,10 +25,11 @@ from services.gpu_worker.models.checkpoint_layout import (
 )
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.models.layer_weights import DecoderWeights, LayerWeights
-from services.gpu_worker.models.parse_config import parse_model_config
+from services.gpu_worker.models.parse_config import packed_format, parse_model_config
 from services.gpu_worker.models.projection import DenseProjection, Projection
 from services.gpu_worker.models.registry import FAMILIES
 from services.gpu_worker.weight_grid import WeightGrid, stacked
+from services.gpu_worker.weight_sources.packed_files import PackedFiles
 from services.gpu_worker.weight_sources.safetensors_files import SafetensorsFiles
 from services.gpu_worker.weight_sources.source import LoadMeter, WeightSource
 from services.model_files.errors import ModelFileError
@@ -279,7 +280,8 @@ def default_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
 
 def _open_source(files: ModelFiles, config: ModelConfig) -> WeightSource:
     if files.gguf is None:
-        return SafetensorsFiles(files.path)
+        form = packed_format(files)
+        return SafetensorsFiles(files.path) if form is None else PackedFiles(files.path, form)
     # Needs the gguf package, which a machine that serves safetensors can do without.
     from services.gpu_worker.weight_sources.gguf_file import GgufFile
 
@@ -301,7 +303,7 @@ def _check_tensors(source: WeightSource, config: ModelConfig) -> None:
         if stored.shape != shape:
             raise stored.error(f"has shape {list(stored.shape)}, the configuration asks for {list(shape)}")
     for name, stored in source.tensors.items():
-        if name not in expected and not _may_be_left(name, config):
+        if name not in expected and not stored.may_be_left and not _may_be_left(name, config):
             raise stored.error(f"is not part of a {config.model_type} model with this configuration")
 
 

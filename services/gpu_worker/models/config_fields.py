@@ -88,6 +88,19 @@ class ConfigFields:
             raise self.error(name, f"must be a list of whole numbers of at least {minimum}")
         return value
 
+    def pair(self, name: str) -> tuple[int, int] | None:
+        """Two whole numbers of at least 1, None where the field is absent."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size >= 1 for size in value):
+            raise self.error(name, f"must be two whole numbers of at least 1, not {value!r}")
+        return value[0], value[1]
+
+    def has_same(self, name: str, other: ConfigFields) -> bool:
+        """Whether another object has the same value of a field, or lacks it too."""
+        return self._values.get(name) == other._values.get(name)
+
     def group(self, name: str) -> ConfigFields | None:
         """A nested object, None where the field is absent."""
         value = self._values.get(name)

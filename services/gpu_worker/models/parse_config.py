@@ -13,25 +13,21 @@ from services.gpu_worker.models.config_fields import ConfigFields
 from services.gpu_worker.models.family import Family
 from services.gpu_worker.models.registry import FAMILIES
 from services.gpu_worker.models.rotary import parse_rotary
+from services.gpu_worker.packed_checkpoints.packed_format import PackedFormat
+from services.gpu_worker.packed_checkpoints.scheme import read_scheme
 from services.model_files.source import ModelFiles
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# Compressed weights carry these under the model_type of their family.
-_REFUSED = {
-    "quantization_config": "quantized checkpoints in this form are not supported (GGUF files are)",
-    "compression_config": "quantized checkpoints in this form are not supported (GGUF files are)",
-}
 
 
 def parse_model_config(files: ModelFiles) -> ModelConfig:
     """Reads the configuration of a model.
 
     Raises:
-        ModelFileError: unknown model type, activation or position embedding, a quantized model, experts in a family
-            without such, a missing or impossible value; the message names the file and the field.
+        ModelFileError: unknown model type, activation or position embedding, packed weights of an unknown form, experts
+            in a family without such, a missing or impossible value; the message names the file and the field.
     """
-    path = files.path / "config.json" if files.kind == "folder" else files.path
-    fields = ConfigFields(path, files.config)
+    fields = _fields(files)
     family = _family(fields)
     _refuse_unsupported(fields)
     num_heads = fields.integer("num_attention_heads")
@@ -62,6 +58,19 @@ def parse_model_config(files: ModelFiles) -> ModelConfig:
     )
 
 
+def packed_format(files: ModelFiles) -> PackedFormat | None:
+    """The form that a model's matrices are packed in, None where they are not.
+
+    Raises:
+        ModelFileError: a form that cannot be read.
+    """
+    return read_scheme(_fields(files))
+
+
+def _fields(files: ModelFiles) -> ConfigFields:
+    return ConfigFields(files.path / "config.json" if files.kind == "folder" else files.path, files.config)
+
+
 def _family(fields: ConfigFields) -> Family:
     model_type = fields.text("model_type", "")
     family = FAMILIES.get(model_type)
@@ -71,9 +80,7 @@ def _family(fields: ConfigFields) -> Family:
 
 
 def _refuse_unsupported(fields: ConfigFields) -> None:
-    for name, why in _REFUSED.items():
-        if fields.has(name):
-            raise fields.error(name, why)
+    read_scheme(fields)
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise fields.error("hidden_act", f"{activation!r} is not supported (supported: silu)")

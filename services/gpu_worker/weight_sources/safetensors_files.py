@@ -11,6 +11,7 @@ import json
 import math
 import struct
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeGuard
 
@@ -24,15 +25,27 @@ from services.model_files.source import read_json_object
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PACKED_DTYPES = _PLAIN_DTYPES | {
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+"""Names of types in files: those that packed matrices are made of, and the plain ones."""
+
 _MAX_HEADER_BYTES = 100 * 1024 * 1024
 
 
 class SafetensorsFiles:
     """A `WeightSource` over the safetensors files of a model's folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtypes: Mapping[str, torch.dtype] = _PLAIN_DTYPES) -> None:
         """Reads the headers of all files.
+
+        Args:
+            folder: of the model.
+            dtypes: types that tensors may have, by their names in files.
 
         Raises:
             ModelFileError: no file, a missing shard, a damaged header, a file shorter or longer than its header says, a
@@ -40,6 +53,7 @@ class SafetensorsFiles:
         """
         self.path = folder
         self.tensors: dict[str, StoredTensor] = {}
+        self._known_dtypes = dtypes
         self._dtypes: dict[str, torch.dtype] = {}
         single = folder / _SINGLE_FILE
         if single.is_file():
@@ -65,6 +79,17 @@ class SafetensorsFiles:
             block = buffer[: len(part)]
             meter.read(tensor, start * dtype.itemsize, block.view(torch.uint8))
             meter.place(block, part)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type that a tensor is stored in."""
+        return self._dtypes[name]
+
+    def read(self, name: str, meter: LoadMeter) -> Tensor:
+        """A tensor as it is stored, in memory of its own on the CPU. Raises ModelFileError."""
+        tensor = self.tensors[name]
+        values = torch.empty(math.prod(tensor.shape), dtype=self._dtypes[name])
+        meter.read(tensor, 0, values.view(torch.uint8))
+        return values.view(tensor.shape)
 
     def grid_bits(self, name: str) -> int | None:
         """See `WeightSource.grid_bits`: these files hold plain numbers."""
@@ -98,7 +123,8 @@ class SafetensorsFiles:
     def _add_file(self, path: Path) -> None:
         header, data_start, data_length = _read_header(path)
         end = 0
-        entries = {name: _entry(path, name, value) for name, value in header.items() if name != "__metadata__"}
+        known = self._known_dtypes
+        entries = {name: _entry(path, name, value, known) for name, value in header.items() if name != "__metadata__"}
         for name, (dtype, shape, begin, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
             if begin != end:
                 raise ModelFileError(path, f"tensor {name}: data does not start where the one before ends")
@@ -156,16 +182,18 @@ def _unique(path: Path, pairs: list[tuple[str, object]]) -> dict[str, object]:
     return dict(pairs)
 
 
-def _entry(path: Path, name: str, value: object) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+def _entry(
+    path: Path, name: str, value: object, dtypes: Mapping[str, torch.dtype]
+) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     """Checks one entry of a header: dtype, shape, first byte and end within the data."""
     if not isinstance(value, dict):
         raise ModelFileError(path, f"tensor {name}: its header entry is not an object")
     dtype_name, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise ModelFileError(path, f"tensor {name}: its shape or data_offsets are damaged")
-    dtype = _DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+    dtype = dtypes.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
-        raise ModelFileError(path, f"tensor {name}: dtype {dtype_name!r} is not supported ({', '.join(_DTYPES)})")
+        raise ModelFileError(path, f"tensor {name}: dtype {dtype_name!r} is not supported ({', '.join(dtypes)})")
     begin, stop = offsets
     if stop - begin != math.prod(shape) * dtype.itemsize:
         raise ModelFileError(path, f"tensor {name}: {stop - begin} bytes for shape {shape} of {dtype_name}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Protocol
@@ -28,6 +28,7 @@ class StoredTensor:
         shape: rows first.
         start: first byte in the file.
         num_bytes: bytes in the file.
+        may_be_left: whether a model may do without it, because it says nothing about weights.
     """
 
     name_in_file: str
@@ -35,6 +36,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     num_bytes: int
+    may_be_left: bool = False
+
+    def left_out(self) -> StoredTensor:
+        """The same, as one that a model may do without."""
+        return replace(self, may_be_left=True)
 
     def error(self, problem: str) -> ModelFileError:
         """An error that names the file and the tensor."""

@@ -246,7 +246,7 @@ NESTED: dict[str, object] = {"full_attention": {"rope_type": "default", "rope_th
         ({"moe_intermediate_size": 8}, "moe_intermediate_size"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"num_experts": 8}, "num_experts"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.bits"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"dtype": "float8_e4m3fn"}, "dtype"),
         ({"hidden_size": None}, "hidden_size"),
