@@ -16,14 +16,19 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from services.gpu_worker.random_numbers import stream_key_at, uniform
+from services.gpu_worker.likely_tokens import KeptTokens
+from services.gpu_worker.random_numbers import key_at, number_at, numbers_at, stream_key_at, uniform
 
 _NUM_CLASSES = 42  # bit lengths 41 (a weight of 2**40) to 0 (weight 0), in this order
 _EXPONENT_BIAS = 1022  # of a float64: the bit length of an integer is its exponent less this
+_LAST_EXPONENT = _EXPONENT_BIAS + _NUM_CLASSES - 1
 _MANTISSA_BITS = 52
+_HALF_BITS = 20  # of a weight
 
 
 def draw_places(weights: Tensor, ids: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
@@ -42,6 +47,35 @@ def draw_places(weights: Tensor, ids: Tensor, keys: Tensor, positions: Tensor) -
     in_class = classes == _draw_classes(weights, classes, keys, positions)
     race = race_among_few if weights.is_cpu else race_among_all
     return race(weights, in_class, ids, stream_key_at(keys, positions))
+
+
+def draw_kept(kept: KeptTokens, key: int, position: int) -> int:
+    """The token drawn of one row's, as `draw_places` draws it; on the host.
+
+    Args:
+        kept: its tokens, some of which have a weight.
+        key: see `random_numbers.stream_key`.
+        position: of the token to pick.
+    """
+    bit_lengths = np.frexp(kept.weights.astype(np.float64))[1]
+    drawn = _draw_bit_length(kept.weights, bit_lengths, number_at(key, position))
+    in_class = np.flatnonzero(bit_lengths == drawn)
+    ids, weights = kept.ids[in_class], kept.weights[in_class]
+    if len(ids) == 1:
+        return int(ids[0])
+    times = -np.log1p(-numbers_at(key_at(key, position), ids)) / weights
+    return int(ids[times.argmin()])
+
+
+def _draw_bit_length(weights: NDArray[np.int64], bit_lengths: NDArray[np.int32], number: float) -> int:
+    """The class in which `number` of the total lies."""
+    high = np.bincount(bit_lengths, weights >> _HALF_BITS, _NUM_CLASSES)  # float64 sums of these are exact
+    low = np.bincount(bit_lengths, weights & (2**_HALF_BITS - 1), _NUM_CLASSES)
+    masses = (high.astype(np.int64) << _HALF_BITS) + low.astype(np.int64)
+    running = masses[::-1].cumsum()
+    total = int(running[-1])
+    target = min(int(number * float(total)), total - 1)
+    return _NUM_CLASSES - 1 - int(running.searchsorted(target, side="right"))
 
 
 def race_among_all(weights: Tensor, in_class: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
@@ -76,8 +110,7 @@ def weight_classes(weights: Tensor) -> Tensor:
     Whatever a failed row holds in place of weights is given some class too.
     """
     exponents = weights.to(torch.float64).view(torch.int64) >> _MANTISSA_BITS
-    last = _EXPONENT_BIAS + _NUM_CLASSES - 1
-    return exponents.clamp_(_EXPONENT_BIAS, last).neg_().add_(last)
+    return exponents.clamp_(_EXPONENT_BIAS, _LAST_EXPONENT).neg_().add_(_LAST_EXPONENT)
 
 
 def _draw_classes(weights: Tensor, classes: Tensor, keys: Tensor, positions: Tensor) -> Tensor:

@@ -9,7 +9,9 @@ It keeps no state. There is no other source of randomness in this process.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _WORD = 2**64
@@ -50,6 +52,25 @@ def stream_key_at(keys: Tensor, positions: Tensor) -> Tensor:
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
         words = (words ^ _shifted(words, shift)) * _signed(multiplier)
     return words ^ _shifted(words, _SHIFTS[-1])
+
+
+def number_at(key: int, position: int) -> float:
+    """The number that `uniform` gives, for one row on the host."""
+    return (key_at(key, position) % _WORD >> 64 - _FRACTION_BITS) * 2.0**-_FRACTION_BITS
+
+
+def key_at(key: int, position: int) -> int:
+    """The same as `stream_key_at`, for one row on the host."""
+    return _signed(_mix((key + (position + 1) * _STEP) % _WORD))
+
+
+def numbers_at(key: int, positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The numbers of one key at some positions, as `uniform` gives them, on the host."""
+    words = np.uint64(key % _WORD) + (positions + 1).astype(np.uint64) * np.uint64(_STEP)
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+        words = (words ^ (words >> np.uint64(shift))) * np.uint64(multiplier)
+    words ^= words >> np.uint64(_SHIFTS[-1])
+    return (words >> np.uint64(64 - _FRACTION_BITS)).astype(np.float64) * 2.0**-_FRACTION_BITS
 
 
 def _shifted(words: Tensor, shift: int) -> Tensor:

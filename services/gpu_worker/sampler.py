@@ -5,7 +5,8 @@ the vocabulary is either elementwise, a maximum, or a sum of integers (probabili
 
     greedy rows      the first of the largest logits; they pay for nothing else
     drawing rows     from all tokens, or those that min_p leaves (see `draw`)
-    filtering rows   top_k, then top_p, then min_p on what is left (see `nucleus`), drawn in the same way
+    filtering rows   top_k, then top_p, then min_p on what is left (see `nucleus` and, for CPUs, `likely_tokens`), drawn
+                     in the same way
 
 It holds no state and decides nothing about a request. A row without a usable maximum (all NaN, or an infinity) is
 flagged and harms nobody; where only some logits are NaN, those get probability 0.
@@ -20,8 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.gpu_worker.draw import draw_places
-from services.gpu_worker.nucleus import FilterLimits, WeightedRows, most_probable
+from services.gpu_worker.draw import draw_kept, draw_places
+from services.gpu_worker.likely_tokens import RowLimits, kept_tokens
+from services.gpu_worker.nucleus import WEIGHT_BITS, FilterLimits, most_probable
 from services.gpu_worker.uploads import to_host
 
 GREEDY_TEMPERATURE = 1e-5
@@ -30,9 +32,9 @@ GREEDY_TEMPERATURE = 1e-5
 CHUNK = 256
 """Logits reduced at once when looking for the largest."""
 
-_WEIGHT_BITS = 40  # 2**40 for the most probable token; with 2**20 of them a sum still fits into 63 bits
 _LEAST_EXPONENT = -50.0  # weight 0 already; exponentials that underflow take a CPU 80 times as long
 _MAX_BLOCK = 2**22  # logits drawn from at once: bounds the scratch memory to about 300 MB
+_CACHED_BLOCK = 2**18  # those that a CPU filters at once: what it writes of them is still in its cache when it is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +110,13 @@ def sample(logits: Tensor, groups: Sequence[DrawnRows]) -> SampledTokens:
         maxima, token_ids = row_maxima(logits)
         is_failed = ~maxima.isfinite()
         groups = [group.select(~is_failed[group.rows]) for group in groups]
-    rows_at_once = max(1, _MAX_BLOCK // logits.shape[1])
     for group in groups:
-        for block in group.blocks(rows_at_once) if len(group.rows) else ():
-            exponents = logits.index_select(0, block.rows).sub_(maxima[block.rows, None])
-            token_ids[block.rows] = _draw_filtered(exponents, block) if block.is_filtering else _draw(exponents, block)
+        draw, most_logits = _draw, _MAX_BLOCK
+        if group.is_filtering:
+            draw, most_logits = (_draw_likely, _CACHED_BLOCK) if logits.is_cpu else (_draw_filtered, _MAX_BLOCK)
+        for block in group.blocks(max(1, most_logits // logits.shape[1])) if len(group.rows) else ():
+            exponents = _exponents(logits, maxima, block.rows)
+            token_ids[block.rows] = draw(exponents, unrounded_weights(exponents, block.temperatures), block)
     return SampledTokens(token_ids.masked_fill(is_failed, 0), is_failed)
 
 
@@ -148,30 +152,59 @@ def chunk_maxima(logits: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def fixed_point_weights(exponents: Tensor, temperatures: Tensor) -> Tensor:
-    """Probabilities up to a common factor, as integers: exp(exponent / temperature) * 2**40, rounded down.
+def unrounded_weights(exponents: Tensor, temperatures: Tensor) -> Tensor:
+    """Probabilities up to a common factor: exp(exponent / temperature) * 2**40. Rounded down they are the weights.
 
     Args:
-        exponents: [num_rows, vocab_size] float32 <= 0, logits less their row's maximum; overwritten.
+        exponents: [num_rows, vocab_size] float32 <= 0, logits less their row's maximum.
         temperatures: [num_rows] float32 > 0.
 
     Returns:
-        [num_rows, vocab_size] int64 in [0, 2**40]; 2**40 for the most probable token.
+        [num_rows, vocab_size] float32 in [0, 2**40]; 2**40 for the most probable token.
     """
-    scaled = exponents.div_(temperatures[:, None]).clamp_(min=_LEAST_EXPONENT)
-    return scaled.exp_().mul_(2.0**_WEIGHT_BITS).to(torch.int64)
+    scaled = (exponents / temperatures[:, None]).clamp_(min=_LEAST_EXPONENT)
+    return scaled.exp_().mul_(2.0**WEIGHT_BITS)
 
 
-def _draw(exponents: Tensor, drawn: DrawnRows) -> Tensor:
-    weights = fixed_point_weights(exponents, drawn.temperatures)
+def fixed_point_weights(unrounded: Tensor) -> Tensor:
+    """The weights as integers, int64."""
+    return unrounded.to(torch.int64)
+
+
+def total_weights(unrounded: Tensor) -> list[int]:
+    """The sum of each row's weights."""
+    totals: list[float] = unrounded.trunc().to(torch.float64).sum(1).tolist()
+    if max(totals) < 2.0**53:  # nearly always: then no sum on the way was rounded
+        return [int(total) for total in totals]
+    exact: list[int] = fixed_point_weights(unrounded).sum(1).tolist()
+    return exact
+
+
+def _exponents(logits: Tensor, maxima: Tensor, rows: Tensor) -> Tensor:
+    """Logits of some rows less their maxima, [num_rows, vocab_size]."""
+    if logits.is_cpu and len(rows) == 1:  # nothing has to be gathered
+        return logits[int(rows)].sub(maxima[rows])[None]
+    return logits.index_select(0, rows).sub_(maxima[rows, None])
+
+
+def _draw(exponents: Tensor, unrounded: Tensor, drawn: DrawnRows) -> Tensor:
+    weights = fixed_point_weights(unrounded)
     if drawn.limits.has_min_p:
         weights.masked_fill_(weights < drawn.limits.least_weights(weights.amax(1, keepdim=True)), 0)
     ids = torch.arange(weights.shape[1], device=weights.device).expand_as(weights)
     return draw_places(weights, ids, drawn.keys, drawn.positions).squeeze(1)
 
 
-def _draw_filtered(exponents: Tensor, drawn: DrawnRows) -> Tensor:
-    weights = fixed_point_weights(exponents.clone(), drawn.temperatures)
-    kept = most_probable(WeightedRows.whole(exponents, weights), drawn.limits)
+def _draw_filtered(exponents: Tensor, unrounded: Tensor, drawn: DrawnRows) -> Tensor:
+    kept = most_probable(exponents, fixed_point_weights(unrounded), drawn.limits)
     places = draw_places(kept.weights, kept.ids, drawn.keys, drawn.positions)
     return kept.ids.gather(1, places).squeeze(1)
+
+
+def _draw_likely(exponents: Tensor, unrounded: Tensor, drawn: DrawnRows) -> Tensor:
+    """The same as `_draw_filtered`, row by row: on a CPU it need not sort all tokens."""
+    limits = drawn.limits
+    by_row = (drawn.temperatures, limits.top_ks, limits.top_ps, limits.min_ps)
+    limits_of_rows = map(RowLimits, *(column.tolist() for column in by_row))
+    kept = map(kept_tokens, exponents.numpy(), unrounded.numpy(), total_weights(unrounded), limits_of_rows)
+    return torch.tensor(list(map(draw_kept, kept, drawn.keys.tolist(), drawn.positions.tolist())))

@@ -45,14 +45,12 @@ class SamplingTable:
         self._device = device
         self._words = torch.zeros((max_rows, _NUM_WORDS), dtype=torch.int64, device=device)
         self._kinds = np.zeros(max_rows, dtype=np.int8)
-        self._top_ks = np.zeros(max_rows, dtype=np.int64)
         self._has_min_p = np.zeros(max_rows, dtype=np.bool_)
 
     def set_rows(self, rows: Sequence[int], params: Sequence[SamplingParams]) -> None:
         """Sets how some rows sample from now on."""
         for row, each in zip(rows, params, strict=True):
             self._kinds[row] = kind_of(each)
-            self._top_ks[row] = each.top_k
             self._has_min_p[row] = each.min_p > 0
         words = np.empty((len(rows), _NUM_WORDS), dtype=np.int64)
         words[:, 0] = [stream_key(each.seed, each.choice) for each in params]
@@ -87,7 +85,6 @@ class SamplingTable:
             top_ks=words[1],
             top_ps=top_ps,
             min_ps=min_ps,
-            largest_top_k=int(self._top_ks[rows].max()),
             has_min_p=bool(self._has_min_p[rows].any()),
         )
         return DrawnRows(

@@ -111,10 +111,10 @@ class Answers:
 
     def acknowledge(self, message: Acknowledge) -> None:
         """Tokenizers have written down what came so far."""
+        if not self.router.has_ended:  # nearly always: those that go on are kept
+            return
         request_ids = unpack_request_ids(message.request_ids)
         places = [place for place, name in enumerate(request_ids) if self.router.may_be_forgotten(name)]
-        if not places:  # nearly always: those that go on are kept
-            return
         attempts, indexes = unpack_int32(message.attempts), unpack_int32(message.next_indexes)
         for place in places:
             record = self.router.find(request_ids[place], attempts[place])

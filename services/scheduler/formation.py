@@ -2,41 +2,42 @@
 
 A `Formation` never changes: who joins or leaves makes another one, by cutting and joining bytes. A `March` is a
 formation in one step that is in flight. Position i of every column is one request; a column that depends on the step is
-kept as numbers to which the step is added.
+kept as it was in one step, and the steps since are added.
+
+A turn of the scheduler finds its caches cold, so what counts is how much is touched: bytes that are compared and joined
+as they are, and no array.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from services.scheduler.outcomes import TokenRun
 from services.scheduler.radix_cache import TOKEN_BYTES
-from services.scheduler.request import Request
+from services.scheduler.request import Request, StepClock
 from services.scheduler.tenants import TenantAccount
-from services.wire.columns import REQUEST_ID_BYTES, pack_int32, without_places
+from services.wire.columns import REQUEST_ID_BYTES, pack_int32, plus_int32, without_places
 from services.wire.steps import StepResult
 
 T = TypeVar("T")
 _INT = TOKEN_BYTES
-_LONG = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Formation:
     """The requests of one lane that go in lockstep.
 
-    In step s request i computes position `starts[i]` + s and samples the output token of index `first_indexes[i]` + s.
+    In step `step` request i computes position `starts[i]` and samples the output token of index `first_indexes[i]`; in
+    each later one that it is part of, the next.
     """
 
     lane: bytes
+    step: int = 0
     requests: list[Request] = field(default_factory=list)
-    starts: bytes = b""  # int64
-    first_indexes: bytes = b""  # int64
+    starts: bytes = b""
+    first_indexes: bytes = b""
     rows: bytes = b""
     request_ids: bytes = b""
     attempts: bytes = b""
@@ -46,18 +47,19 @@ class Formation:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def joined_by(self, requests: list[Request]) -> Formation:
-        """With these behind the others; they have joined at the step that is planned next."""
-        starts = [request.num_planned - request.joined_step for request in requests]
+    def joined_by(self, requests: list[Request], step: int) -> Formation:
+        """With these behind the others; they have joined at this step, which is planned next."""
+        starts = [request.num_planned for request in requests]
         first_indexes = [start + 1 - request.num_prompt for start, request in zip(starts, requests, strict=True)]
         accounts = dict(self.accounts)
         for request in requests:
             accounts[request.account] = accounts.get(request.account, 0) + 1
         return Formation(
             lane=self.lane,
+            step=step,
             requests=self.requests + requests,
-            starts=self.starts + np.array(starts, "<i8").tobytes(),
-            first_indexes=self.first_indexes + np.array(first_indexes, "<i8").tobytes(),
+            starts=self.starts_of(step) + pack_int32(starts),
+            first_indexes=self.indexes_of(step) + pack_int32(first_indexes),
             rows=self.rows + pack_int32(request.row for request in requests),
             request_ids=self.request_ids + b"".join([request.request_id for request in requests]),
             attempts=self.attempts + pack_int32(request.attempt for request in requests),
@@ -75,9 +77,10 @@ class Formation:
         gone = (place,)
         return Formation(
             lane=self.lane,
+            step=self.step,
             requests=_cut_list(self.requests, gone),
-            starts=without_places(self.starts, gone, _LONG),
-            first_indexes=without_places(self.first_indexes, gone, _LONG),
+            starts=without_places(self.starts, gone, _INT),
+            first_indexes=without_places(self.first_indexes, gone, _INT),
             rows=without_places(self.rows, gone, _INT),
             request_ids=without_places(self.request_ids, gone, REQUEST_ID_BYTES),
             attempts=without_places(self.attempts, gone, _INT),
@@ -87,11 +90,11 @@ class Formation:
 
     def starts_of(self, step: int) -> bytes:
         """The positions that a step computes, as an int32 column."""
-        return _plus(self.starts, step)
+        return plus_int32(self.starts, step - self.step)
 
     def indexes_of(self, step: int) -> bytes:
         """The output indexes that a step samples, as an int32 column."""
-        return _plus(self.first_indexes, step)
+        return plus_int32(self.first_indexes, step - self.step)
 
 
 @dataclass(slots=True)
@@ -108,17 +111,18 @@ class March:
         """A request of the formation leaves the lockstep before the result has come."""
         self.left.add(self.formation.requests.index(request))
 
-    def take(self, log: NDArray[np.int32], id_column: bytes, first_indexes: bytes) -> TokenRun:
-        """Logs the ids of all who have not left; those are taken one by one.
+    def take(self, clock: StepClock, step: int, id_column: bytes, first_indexes: bytes) -> TokenRun:
+        """Notes the ids of all who have not left; those are taken one by one.
 
         Args:
-            log: the clock's ids of this step, by row. That of a request that has left is nobody's: who has its row now
-                joined later.
+            clock: where the ids are noted. That of a request that has left is nobody's: who has its row now joined
+                later.
+            step: which step.
             id_column: one for each request.
             first_indexes: their output indexes.
         """
         formation, apart = self.formation, self.left
-        log[np.frombuffer(formation.rows, "<i4")] = np.frombuffer(id_column, "<i4")
+        clock.note(step, formation.rows, id_column)
         request_ids, attempts, cached_tokens = formation.request_ids, formation.attempts, formation.cached_tokens
         if apart:
             places = sorted(apart)
@@ -137,14 +141,14 @@ def marching_ids(marches: Sequence[March], result: StepResult) -> bytes | None:
 
     Else None: something in it is special, and it must be read row by row.
     """
-    num_rows = sum(map(len, marches))
-    num_bytes = num_rows * _INT
-    step = result.step
+    rows, request_ids, attempts, first_indexes = _columns([march.formation for march in marches], result.step)
+    num_bytes = len(rows)
+    num_rows = num_bytes // _INT
     fits = (
-        result.rows.startswith(_joined(marches, lambda march: march.formation.rows))
-        and result.request_ids.startswith(_joined(marches, lambda march: march.formation.request_ids))
-        and result.attempts.startswith(_joined(marches, lambda march: march.formation.attempts))
-        and result.first_indexes.startswith(_joined(marches, lambda march: march.formation.indexes_of(step)))
+        result.rows.startswith(rows)
+        and result.request_ids.startswith(request_ids)
+        and result.attempts.startswith(attempts)
+        and result.first_indexes.startswith(first_indexes)
         and result.counts.startswith(_ONE * num_rows)
         and result.finishes.startswith(bytes(num_rows))
         and (not result.logprob_counts or result.logprob_counts.startswith(bytes(num_bytes)))
@@ -155,12 +159,13 @@ def marching_ids(marches: Sequence[March], result: StepResult) -> bytes | None:
 _ONE = pack_int32([1])
 
 
-def _plus(column: bytes, step: int) -> bytes:
-    return (np.frombuffer(column, "<i8") + step).astype("<i4").tobytes()
-
-
-def _joined(marches: Iterable[March], column: Callable[[March], bytes]) -> bytes:
-    return b"".join([column(march) for march in marches])
+def _columns(formations: Sequence[Formation], step: int) -> tuple[bytes, bytes, bytes, bytes]:
+    """Rows, request ids, attempts and output indexes of all of them in a step."""
+    columns = [(each.rows, each.request_ids, each.attempts, each.indexes_of(step)) for each in formations]
+    if len(columns) == 1:  # one detokenizer
+        return columns[0]
+    rows, request_ids, attempts, first_indexes = zip(*columns, strict=True) if columns else ((), (), (), ())
+    return b"".join(rows), b"".join(request_ids), b"".join(attempts), b"".join(first_indexes)
 
 
 def _cut_list(items: list[T], places: Sequence[int]) -> list[T]:

@@ -62,31 +62,40 @@ def load_of(cores: list[Core], state: State, retry_after_s: int, idle_ms: int) -
 
 
 class LoadPacer:
-    """Says when a `Load` is due: ten times a second while it changes, once a second otherwise."""
+    """Says when a `Load` is due: ten times a second while it changes, once a second otherwise.
+
+    While turns come by themselves, none is made for this: who sees no change at first looks again within two intervals.
+    """
 
     def __init__(self) -> None:
         self._sent_s = -math.inf
         self._sent: Load | None = None
-        self._is_behind = False  # what was sent last is true no more
+        self._looked_s = -math.inf  # when the load was last summed up
+        self._wake_s = -math.inf
 
     def may_be_due(self, now_s: float) -> bool:
         """Whether `is_due` could say yes now, so that the load is worth summing up; if not, it may change unseen."""
-        self._is_behind = now_s - self._sent_s < CHANGED_INTERVAL_S
-        return not self._is_behind
+        if now_s - self._looked_s >= CHANGED_INTERVAL_S:
+            return True
+        soon_s, late_s = self._looked_s + CHANGED_INTERVAL_S, self._looked_s + 2 * CHANGED_INTERVAL_S
+        self._wake_s = min(max(self._wake_s, soon_s), late_s)
+        return False
 
     def is_due(self, load: Load, now_s: float) -> bool:
-        """Whether to send `load` now. The time since the last token alone is no change."""
-        changed = self._sent is None or _without_times(load) != _without_times(self._sent)
-        self._is_behind = changed
-        if now_s - self._sent_s < (CHANGED_INTERVAL_S if changed else IDLE_INTERVAL_S):
+        """Whether to send `load` now. Time and pages alone are no change: while anything runs, they never stay."""
+        self._looked_s = now_s
+        changed = self._sent is None or _lasting(load) != _lasting(self._sent)
+        due_s = self._sent_s + (CHANGED_INTERVAL_S if changed else IDLE_INTERVAL_S)
+        if now_s < due_s:
+            self._wake_s = due_s
             return False
-        self._sent, self._sent_s, self._is_behind = load, now_s, False
+        self._sent, self._sent_s, self._wake_s = load, now_s, now_s + IDLE_INTERVAL_S
         return True
 
     def next_s(self) -> float:
         """When to look again. What does not change is no reason: a time that has passed would make the loop spin."""
-        return self._sent_s + (CHANGED_INTERVAL_S if self._is_behind else IDLE_INTERVAL_S)
+        return self._wake_s
 
 
-def _without_times(load: Load) -> tuple[object, ...]:
-    return load.state, load.num_waiting, load.max_waiting, load.num_running, load.free_pages, load.num_pages
+def _lasting(load: Load) -> tuple[object, ...]:
+    return load.state, load.num_waiting, load.max_waiting, load.num_running, load.num_pages

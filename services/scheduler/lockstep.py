@@ -128,6 +128,7 @@ class Lockstep:
         clock = self.clock
         clock.applied += 1
         if clock.applied % LOGGED_STEPS == 0:
+            _ = clock.ids  # nothing stays noted for longer, whoever has left
             for formation in self._formations.values():
                 for request in formation.requests:
                     request.write_down()
@@ -154,7 +155,7 @@ class Lockstep:
             self._schedule(request)
             by_lane.setdefault(request.lane, []).append(request)
         for lane, of_lane in by_lane.items():
-            self._formations[lane] = self._formations.get(lane, Formation(lane)).joined_by(of_lane)
+            self._formations[lane] = self._formations.get(lane, Formation(lane)).joined_by(of_lane, self.clock.planned)
         self.num_requests += len(requests)
         new_sets = Counter(request.stop_ids for request in requests)
         has_new = not new_sets.keys() <= self._stop_sets.keys()

@@ -18,6 +18,7 @@ from __future__ import annotations
 from enum import Enum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.scheduler.logprob_record import LogprobRecord
 from services.scheduler.prompt_record import PromptRecord
@@ -72,13 +73,26 @@ class StepClock:
     `ids[step % LOGGED_STEPS, row]`. When `applied` is a multiple of LOGGED_STEPS all must have done so.
     """
 
-    __slots__ = ("applied", "ids", "planned")
+    __slots__ = ("_ids", "_noted", "applied", "planned")
 
     def __init__(self, max_rows: int) -> None:
         """`max_rows`: of the worker."""
         self.planned = 0
         self.applied = 0
-        self.ids = np.zeros((LOGGED_STEPS, max_rows), "<i4")
+        self._ids = np.zeros((LOGGED_STEPS, max_rows), "<i4")
+        self._noted: list[tuple[int, bytes, bytes]] = []  # what is not in the table yet: step, rows, ids
+
+    def note(self, step: int, rows: bytes, ids: bytes) -> None:
+        """The ids (int32, one for each row) that a step gave to some rows."""
+        self._noted.append((step, rows, ids))
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """The table. What was noted is sorted into it now: that is cheaper for many steps together."""
+        for step, rows, ids in self._noted:
+            self._ids[step % LOGGED_STEPS][np.frombuffer(rows, "<i4")] = np.frombuffer(ids, "<i4")
+        self._noted.clear()
+        return self._ids
 
 
 class Request:

@@ -173,6 +173,11 @@ class Router:
         request.finish = Finish.STOP_STRING
         return True
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether any record is of a request that has ended: only such ones can be forgotten."""
+        return bool(self._ended)
+
     def may_be_forgotten(self, request_id: bytes) -> bool:
         """Whether an acknowledgement of this request changes anything: it has ended, or is not known."""
         return request_id in self._ended or request_id not in self._records

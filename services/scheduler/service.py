@@ -5,7 +5,8 @@ cores plan, and sends what came of it. It owns the clock and the socket; it must
 that a core, the router or the membership can decide.
 
     for message in inbox.receive_batch(until the next timer): take(message)
-    tell the times;  plan as far ahead as allowed;  send the tokens of this turn;  remove who cannot be reached
+    plan as far ahead as allowed;  send the tokens of this turn;  remove who cannot be reached
+    if a timer is due: end what is overdue, remove who is silent, tell the times
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import zmq
 
@@ -41,6 +44,9 @@ from services.wire.transport import BlockingReceiver, Envelope, RouterPort
 FAREWELL_S = 2.0  # the longest wait for acknowledgements before leaving: a socket that closes takes unread frames along
 _LOOK_INTERVAL_S = 0.1  # how often silence is looked for, whose limits are seconds
 _SETTLED_S = 1.0  # idle for so long: time to count all pages
+
+_Call: TypeAlias = tuple[tuple[Role, ...], Callable[[Peer, Any, float], object]]
+_NOBODYS: _Call = ((), lambda peer, message, now_s: None)
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +82,12 @@ class SchedulerService:
         self._collector = SchedulerCollector(self._workers, self._answers, self._port, self._group.membership)
         process.registry.register(self._collector)
         self._controls = Controls(self._router, self._workers, self._answers)
+        self._calls = self._calls_of_members()
         self._pacer = LoadPacer()
         self._fatal = ""  # why the process must end, once clients have been told
         self._drain_deadline_s: float | None = None
         self._leave_by_s: float | None = None
+        self._timer_s = now_s  # the first of the timers, as it stood before this turn
         self._looked_s = now_s  # when silence was last looked for
         self._busy_s = now_s
         self._is_counted = False  # whether the pages were counted since the last work
@@ -99,8 +107,8 @@ class SchedulerService:
         linger_ms = 0
         try:
             while not self._is_done(time.monotonic()):
-                timeout_s = max(0.0, self._next_timer_s() - time.monotonic())
-                batch = self._receiver.receive_batch(timeout_s)
+                self._timer_s = self._next_timer_s()
+                batch = self._receiver.receive_batch(max(0.0, self._timer_s - time.monotonic()))
                 self._turn([envelope for _, envelope in batch], time.monotonic())
             linger_ms = int(1000 * FAREWELL_S)
         finally:
@@ -115,17 +123,20 @@ class SchedulerService:
         for envelope in batch:
             self._take(envelope, now_s)
         self._group.progress += bool(batch)
-        self._answers.end_overdue(now_s)
+        is_time = now_s >= min(self._timer_s, self._looked_s + _LOOK_INTERVAL_S)
+        if is_time:
+            self._answers.end_overdue(now_s)
+            self._remove_silent(now_s)
         self._answers.tell_prompts()
-        self._remove_silent(now_s)
         self._remove_unreachable(self._workers.plan(self._ready(Role.GPU_WORKER, can_drain=True), now_s), now_s)
         self._answers.journeys.planned(now_s)
         self._answers.flush()
         self._remove_unreachable(self._unreachable_peers(), now_s)
         self._group.tell_roster()
-        self._group.tell_times(now_s)
+        if is_time:
+            self._group.tell_times(now_s)
+            self._router.expire(now_s)
         self._tell_load(now_s)
-        self._router.expire(now_s)
         self._count_pages_when_idle(now_s)
 
     def _next_timer_s(self) -> float:
@@ -149,38 +160,39 @@ class SchedulerService:
             self._group.answer_stranger(envelope.peer)
             return
         peer.heard_s = now_s
-        if not self._take_from_member(peer, message, now_s):
+        roles, call = self._calls.get(type(message), _NOBODYS)
+        if peer.role in roles:
+            call(peer, message, now_s)
+        else:
             self._collector.num_unexpected += 1
             logger.warning("dropped a %s from %s", type(message).__name__, peer.name)
 
-    def _take_from_member(self, peer: Peer, message: object, now_s: float) -> bool:
-        """Does what a member asks for; False when its role has no business to send this."""
-        match peer.role, message:
-            case _, Heartbeat():
-                self._hear(peer, message)
-            case _, Goodbye():
-                self._remove(peer, False, now_s)
-            case Role.TOKENIZER, Submit():
-                self._submit(peer, message, now_s)
-            case Role.TOKENIZER, Abort():
-                self._answers.abort(message, now_s)
-            case Role.TOKENIZER, Acknowledge():
-                self._answers.acknowledge(message)
-            case Role.TOKENIZER, Control():
-                self._port.send(peer.routing_id, self._controls.perform(message, now_s))
-            case Role.TOKENIZER | Role.DETOKENIZER, Resend():
-                self._answers.resend(message, from_tokenizer=peer.role is Role.TOKENIZER)
-            case Role.DETOKENIZER, StopFound():
-                self._answers.stop_found(message, now_s)
-            case Role.DETOKENIZER, DecodeFailed():
-                self._answers.decode_failed(message, now_s)
-            case Role.GPU_WORKER, StepResult():
-                self._take_result(peer, message, now_s)
-            case Role.GPU_WORKER, GrammarCompiled():
-                self._answers.grammar_compiled(peer.routing_id, message, now_s)
-            case _:
-                return False
-        return True
+    def _calls_of_members(self) -> dict[type, _Call]:
+        """By message: which roles may send it, and what is done then."""
+        answers = self._answers
+        tokenizer, detokenizer, worker = (Role.TOKENIZER,), (Role.DETOKENIZER,), (Role.GPU_WORKER,)
+        return {
+            Heartbeat: (tuple(Role), lambda peer, message, now_s: self._hear(peer, message)),
+            Goodbye: (tuple(Role), lambda peer, message, now_s: self._remove(peer, False, now_s)),
+            Submit: (tokenizer, self._submit),
+            Abort: (tokenizer, lambda peer, message, now_s: answers.abort(message, now_s)),
+            Acknowledge: (tokenizer, lambda peer, message, now_s: answers.acknowledge(message)),
+            Control: (tokenizer, self._control),
+            Resend: (tokenizer + detokenizer, self._resend),
+            StopFound: (detokenizer, lambda peer, message, now_s: answers.stop_found(message, now_s)),
+            DecodeFailed: (detokenizer, lambda peer, message, now_s: answers.decode_failed(message, now_s)),
+            StepResult: (worker, self._take_result),
+            GrammarCompiled: (
+                worker,
+                lambda peer, message, now_s: answers.grammar_compiled(peer.routing_id, message, now_s),
+            ),
+        }
+
+    def _control(self, peer: Peer, control: Control, now_s: float) -> None:
+        self._port.send(peer.routing_id, self._controls.perform(control, now_s))
+
+    def _resend(self, peer: Peer, resend: Resend, now_s: float) -> None:
+        self._answers.resend(resend, from_tokenizer=peer.role is Role.TOKENIZER)
 
     def _submit(self, peer: Peer, submit: Submit, now_s: float) -> None:
         if self._group.state is State.DRAINING:

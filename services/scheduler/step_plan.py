@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeAlias
 
 from services.scheduler.formation import March
+from services.scheduler.radix_cache import TOKEN_BYTES
 from services.scheduler.request import Request
 from services.wire.columns import pack_int32, unpack_int32
 from services.wire.request_params import PLAIN_PROMPT
@@ -156,20 +158,28 @@ class StepDraft:
             appended: row -> pages that its table grew by since the last plan.
         """
         formations = [march.formation for march in self.marches]
-        num_marching = sum(map(len, formations))
+        rows = b"".join([formation.rows for formation in formations])
         starts = b"".join([formation.starts_of(self.step) for formation in formations])
+        num_marching = len(rows) // TOKEN_BYTES
+        new_tokens, samples = _ONE * num_marching, b"\1" * num_marching
+        if self.requests:
+            rows += pack_int32(self.rows)
+            starts += pack_int32(self.starts)
+            new_tokens += pack_int32(self.counts)
+            samples += self.samples
+        pages = appended.values()
         return StepPlan(
             epoch=epoch,
             step=self.step,
             released_rows=pack_int32(released_rows),
             new_rows=tuple(self.new_rows),
             page_rows=pack_int32(appended),
-            page_counts=pack_int32(map(len, appended.values())),
-            page_ids=pack_int32(page for pages in appended.values() for page in pages),
-            rows=b"".join([formation.rows for formation in formations]) + pack_int32(self.rows),
-            start_positions=starts + pack_int32(self.starts),
-            num_new_tokens=_ONE * num_marching + pack_int32(self.counts),
-            samples=b"\1" * num_marching + bytes(self.samples),
+            page_counts=pack_int32(map(len, pages)),
+            page_ids=pack_int32(chain.from_iterable(pages)),
+            rows=rows,
+            start_positions=starts,
+            num_new_tokens=new_tokens,
+            samples=samples,
             proposal_counts=self._proposal_counts(num_marching) if self.proposals else b"",
             proposal_ids=b"".join(self.proposals.values()),
         )

@@ -10,13 +10,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-import numpy as np
-
 from services.scheduler.formation import March, marching_ids
 from services.scheduler.lockstep import Lockstep
 from services.scheduler.outcomes import TokenRun
 from services.scheduler.radix_cache import TOKEN_BYTES
-from services.scheduler.request import LOGGED_STEPS
 from services.scheduler.step_plan import FlightRow, StepInFlight
 from services.scheduler.step_result import ResultError, RowResult, rows_of
 from services.wire.columns import unpack_int32
@@ -31,6 +28,7 @@ class StepReading:
     Attributes:
         flight: its step.
         column: the ids of those in lockstep; None when something about these is special.
+        ids: the same as numbers.
         indexes: their output indexes.
         rows: the rows of the step that are to be taken one by one; complete after `march_on`.
         by_row: what the worker said of these.
@@ -38,6 +36,7 @@ class StepReading:
 
     flight: StepInFlight
     column: bytes | None
+    ids: list[int]
     indexes: bytes
     rows: Iterable[FlightRow]
     by_row: dict[int, RowResult]
@@ -55,13 +54,13 @@ class StepReading:
         runs: list[TokenRun] = []
         start = 0
         for march in self.flight.marches:
-            cut = slice(start, start + TOKEN_BYTES * len(march))
-            column, indexes = self.column[cut], self.indexes[cut]
-            start = cut.stop
-            ids = unpack_int32(column)
+            end = start + len(march)
+            cut = slice(TOKEN_BYTES * start, TOKEN_BYTES * end)
+            ids, column, indexes = self.ids[start:end], self.column[cut], self.indexes[cut]
+            start = end
             if not lockstep.stop_ids.isdisjoint(ids):
                 self._let_go(march, ids, lockstep, in_flight)
-            run = march.take(lockstep.clock.ids[self.flight.step % LOGGED_STEPS], column, indexes)
+            run = march.take(lockstep.clock, self.flight.step, column, indexes)
             if run:
                 runs.append(run)
             if march.left:
@@ -94,10 +93,13 @@ def read_result(flight: StepInFlight, result: StepResult, logits_width: int) -> 
         ResultError: it does not hold together.
     """
     column = marching_ids(flight.marches, result)
-    if column is None or np.frombuffer(column, "<i4").max(initial=0) >= logits_width:
-        return StepReading(flight, None, b"", flight.all_rows(), rows_of(result))
-    num_marching = len(column) // TOKEN_BYTES
-    by_row = rows_of(result, num_marching)
-    if by_row and not by_row.keys().isdisjoint(unpack_int32(result.rows[: len(column)])):
+    ids = unpack_int32(column or b"")
+    if column is None or max(ids, default=0) >= logits_width:
+        return StepReading(flight, None, [], b"", flight.all_rows(), rows_of(result))
+    indexes = result.first_indexes[: len(column)]
+    if len(result.rows) == len(column):  # nearly always
+        return StepReading(flight, column, ids, indexes, flight.apart(), {})
+    by_row = rows_of(result, len(ids))
+    if not by_row.keys().isdisjoint(unpack_int32(result.rows[: len(column)])):
         raise ResultError(f"result of step {result.step} names a row twice")
-    return StepReading(flight, column, result.first_indexes[: len(column)], flight.apart(), by_row)
+    return StepReading(flight, column, ids, indexes, flight.apart(), by_row)

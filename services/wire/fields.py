@@ -27,8 +27,10 @@ _ONE = pack_int32([1])
 
 def require_rows(num_rows: int, *columns: bytes) -> None:
     """Each column holds one 4-byte item a row."""
-    if any(len(column) != 4 * num_rows for column in columns):
-        raise ProtocolError("columns of different lengths")
+    num_bytes = 4 * num_rows
+    for column in columns:
+        if len(column) != num_bytes:
+            raise ProtocolError("columns of different lengths")
 
 
 def require_counts(counts: bytes, values: bytes) -> None:

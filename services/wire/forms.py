@@ -12,12 +12,14 @@ import enum
 import math
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, cast
 
 from services.wire.errors import ProtocolError
-from services.wire.reader import Reader
+from services.wire.flat import FlatField, flat_reader
+from services.wire.reader import BytesRule, Reader
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 MAX_KEY_BYTES = 512
@@ -59,19 +61,31 @@ class Range:
 class Form:
     """One field type: `read` takes its value from a frame, `write` gives what msgpack shall pack.
 
-    Both raise ProtocolError for a value outside the field's type or bounds.
+    Both raise ProtocolError for a value outside the field's type or bounds. `flat` is the same for values that can be
+    read and checked at once, side by side with others.
     """
 
     read: Callable[[Reader], Any]
     write: Callable[[Any], Any]
+    flat: FlatField | None = None
+
+    @property
+    def rule(self) -> BytesRule | None:
+        """That of a bytes field."""
+        return None if self.flat is None else self.flat.rule
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The fields of a dataclass in order. `read` is told how many the frame announces."""
+    """The fields of a dataclass in order. `read` is told how many the frame announces.
+
+    `read_flat` makes the message of values that are unpacked already, None if these are not plain enough; it is there
+    where every field may be.
+    """
 
     read: Callable[[Reader, int], Any]
     write: Callable[[Any], list[Any]]
+    read_flat: Callable[[list[Any]], Any] | None
 
 
 _fields_of: dict[type, Fields] = {}
@@ -88,27 +102,31 @@ def fields_of(cls: type) -> Fields:
 def _compile_fields(cls: type) -> Fields:
     hints = typing.get_type_hints(cls, include_extras=True)
     names = [field.name for field in dataclasses.fields(cls)]
-    forms = [(name, _compile(hints[name])) for name in names]
-    readers = [(name, form.read) for name, form in forms]
-    writers = [(name, form.write) for name, form in forms]
+    forms = [_compile(hints[name]) for name in names]
+    parts = _parts(forms)
+    writers = [(form.write, form.rule) for form in forms]
+    values_of = attrgetter(*names) if len(names) > 1 else lambda item: (getattr(item, names[0]),)
     check = getattr(cls, "check", None)
 
     def agree(item: object) -> None:
-        try:
-            if check is not None:
+        if check is not None:
+            try:
                 check(item)
-        except ProtocolError as error:
-            raise ProtocolError(f"{cls.__name__}: {error}") from None
+            except ProtocolError as error:
+                raise ProtocolError(f"{cls.__name__}: {error}") from None
 
     def read(reader: Reader, arity: int) -> object:
-        if arity != len(readers):
-            raise ProtocolError(f"{cls.__name__} has {len(readers)} fields, frame holds {arity}")
-        values = []
-        for name, read_value in readers:
-            try:
-                values.append(read_value(reader))
-            except ProtocolError as error:
-                raise ProtocolError(f"{cls.__name__}.{name}: {error}") from None
+        if arity != len(names):
+            raise ProtocolError(f"{cls.__name__} has {len(names)} fields, frame holds {arity}")
+        values: list[Any] = []
+        try:
+            for read_value, rules in parts:
+                if read_value is None:
+                    reader.byte_strings(rules, values)
+                else:
+                    values.append(read_value(reader))
+        except ProtocolError as error:
+            raise ProtocolError(f"{cls.__name__}.{names[len(values)]}: {error}") from None
         item = cls(*values)
         agree(item)
         return item
@@ -116,16 +134,37 @@ def _compile_fields(cls: type) -> Fields:
     def write(item: object) -> list[Any]:
         if type(item) is not cls:
             raise ProtocolError(f"{item!r} is no {cls.__name__}")
-        values = []
-        for name, write_value in writers:
-            try:
-                values.append(write_value(getattr(item, name)))
-            except ProtocolError as error:
-                raise ProtocolError(f"{cls.__name__}.{name}: {error}") from None
+        values: list[Any] = []
+        try:
+            for value, (write_value, rule) in zip(values_of(item), writers, strict=True):
+                if rule is None:
+                    value = write_value(value)
+                elif type(value) is not bytes or not rule.allows(value):
+                    write_value(value)  # says what is wrong
+                values.append(value)
+        except ProtocolError as error:
+            raise ProtocolError(f"{cls.__name__}.{names[len(values)]}: {error}") from None
         agree(item)
         return values
 
-    return Fields(read, write)
+    flat_fields = [form.flat for form in forms if form.flat is not None]
+    return Fields(read, write, flat_reader(cls, flat_fields) if len(flat_fields) == len(forms) else None)
+
+
+_Part = tuple[Callable[[Reader], Any] | None, Sequence[BytesRule]]
+
+
+def _parts(forms: Sequence[Form]) -> list[_Part]:
+    """How to read fields in order: one by one, or, where there is no function, a run of bytes fields by their rules."""
+    parts: list[_Part] = []
+    for form in forms:
+        if form.rule is None:
+            parts.append((form.read, ()))
+        elif parts and parts[-1][0] is None:
+            parts[-1] = (None, (*parts[-1][1], form.rule))
+        else:
+            parts.append((None, (form.rule,)))
+    return parts
 
 
 def _compile(hint: Any, bounds: tuple[Any, ...] = ()) -> Form:
@@ -184,7 +223,11 @@ def _tuple(hint: Any, most: int) -> Form:
             raise ProtocolError(f"{len(value)} items, limit {most}")
         return [write_item(item) for item in value]
 
-    return Form(lambda reader: tuple([read_item(reader) for _ in range(reader.array_header(most))]), write)
+    return Form(
+        lambda reader: tuple([read_item(reader) for _ in range(reader.array_header(most))]),
+        write,
+        FlatField(is_tuple=True),
+    )
 
 
 def _most_bytes_of(hint: Any) -> int | None:
@@ -263,7 +306,7 @@ def _integer(limits: Range) -> Form:
             raise ProtocolError(f"{value} is outside [{low}, {high}]")
         return cast(int, value)
 
-    return Form(lambda reader: reader.integer(low, high), write)
+    return Form(lambda reader: reader.integer(low, high), write, FlatField(low=low, high=high))
 
 
 def _string(most: int) -> Form:
@@ -279,23 +322,20 @@ def _string(most: int) -> Form:
 def _byte_string(bounds: tuple[Any, ...]) -> Form:
     exactly = next((bound.length for bound in bounds if isinstance(bound, Exactly)), None)
     column = next((bound for bound in bounds if isinstance(bound, Column)), Column(1))
-    item_bytes, is_natural = column.item_bytes, column.is_natural
     most = _limit(bounds, MAX_FRAME_BYTES) if exactly is None else exactly
-    least = 0 if exactly is None else exactly
-
-    def checked(value: bytes) -> bytes:
-        length = len(value)
-        if not least <= length <= most or length % item_bytes:
-            raise ProtocolError(f"{length} bytes do not fit the field")
-        if is_natural and not value[item_bytes - 1 :: item_bytes].isascii():  # the sign is in each item's last byte
-            raise ProtocolError("a negative number in a column of natural ones")
-        return value
+    rule = BytesRule(0 if exactly is None else exactly, most, column.item_bytes, column.is_natural)
 
     def write(value: Any) -> bytes:
         _require(value, bytes)
-        return checked(value)
+        rule.check(value)
+        return cast(bytes, value)
 
-    return Form(lambda reader: checked(reader.byte_string(most)), write)
+    def read(reader: Reader) -> bytes:
+        values: list[Any] = []
+        reader.byte_strings((rule,), values)
+        return cast(bytes, values[0])
+
+    return Form(read, write, FlatField(rule))
 
 
 def _write_boolean(value: Any) -> bool:

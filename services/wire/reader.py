@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from services.wire.errors import ProtocolError
 
@@ -27,10 +29,40 @@ _INTEGERS = {  # type byte -> (bytes that follow, signed)
 }
 # type byte -> bytes of the length that follows
 _STRINGS = {0xD9: 1, 0xDA: 2, 0xDB: 4}
-_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4}
+_SHORT_BYTES, _MEDIUM_BYTES, _LONG_BYTES = 0xC4, 0xC5, 0xC6  # lengths of 1, 2 and 4 bytes
 _ARRAYS = {0xDC: 2, 0xDD: 4}
 _MAPS = {0xDE: 2, 0xDF: 4}
 _read_float64 = struct.Struct(">d").unpack
+
+
+class BytesRule(NamedTuple):
+    """What a bytes field may hold: `least` to `most` bytes, little-endian items of `item_bytes` each.
+
+    `is_natural`: the items are signed, and none is negative.
+    """
+
+    least: int
+    most: int
+    item_bytes: int
+    is_natural: bool
+
+    def allows(self, value: bytes) -> bool:
+        """Whether the field may hold it."""
+        least, most, item_bytes, is_natural = self
+        length = len(value)
+        return (
+            least <= length <= most
+            and not length % item_bytes
+            and (not is_natural or value[item_bytes - 1 :: item_bytes].isascii())  # the sign is in an item's last byte
+        )
+
+    def check(self, value: bytes) -> None:
+        """ProtocolError unless the field may hold it; says why."""
+        length = len(value)
+        if not self.least <= length <= self.most or length % self.item_bytes:
+            raise ProtocolError(f"{length} bytes do not fit the field")
+        if not self.allows(value):
+            raise ProtocolError("a negative number in a column of natural ones")
 
 
 class Reader:
@@ -108,23 +140,33 @@ class Reader:
             raise ProtocolError(f"string of {length} bytes, limit {most}")
         return self._take(length).decode()
 
-    def byte_string(self, most: int) -> bytes:
-        """The next value, which must be at most `most` bytes."""
-        frame, position = self._frame, self._position
-        kind = frame[position]
-        size = _BYTES.get(kind)
-        if size is None:
-            raise _unexpected("bytes", kind)
-        start = position + 1 + size
-        if start > len(frame):
-            raise ProtocolError("frame ends early")
-        length = frame[position + 1] if size == 1 else int.from_bytes(frame[position + 1 : start], "big")
-        if length > most:
-            raise ProtocolError(f"{length} bytes, limit {most}")
-        end = self._position = start + length
-        if end > len(frame):
-            raise ProtocolError("frame ends early")
-        return frame[start:end]
+    def byte_strings(self, rules: Iterable[BytesRule], values: list[Any]) -> None:
+        """Appends the next values, which must be bytes that their rules allow: the same as reading them one by one.
+
+        When one is not, those before it have been appended.
+        """
+        frame = self._frame
+        position = self._position
+        for rule in rules:
+            kind = frame[position]
+            if kind == _SHORT_BYTES:
+                start = position + 2
+                length = frame[position + 1]
+            elif kind == _MEDIUM_BYTES:
+                start = position + 3
+                length = frame[position + 1] << 8 | frame[position + 2]
+            else:
+                start, length = self._long_bytes(position)
+            if length > rule.most:
+                raise ProtocolError(f"{length} bytes, limit {rule.most}")
+            position = start + length
+            if position > len(frame):
+                raise ProtocolError("frame ends early")
+            value = frame[start:position]
+            if not rule.allows(value):
+                rule.check(value)
+            values.append(value)
+        self._position = position
 
     def short_strings(self, most: int, most_bytes: int) -> list[str]:
         """An array of at most `most` strings of at most `most_bytes`: the same as reading them one by one."""
@@ -198,6 +240,16 @@ class Reader:
             raise _unexpected(expected, kind)
         self._position += 1
         return int.from_bytes(self._take(size), "big")
+
+    def _long_bytes(self, position: int) -> tuple[int, int]:
+        """Where the bytes whose type stands at `position` begin, and how many they are."""
+        kind = self._frame[position]
+        if kind != _LONG_BYTES:
+            raise _unexpected("bytes", kind)
+        start = position + 5
+        if start > len(self._frame):
+            raise ProtocolError("frame ends early")
+        return start, int.from_bytes(self._frame[position + 1 : start], "big")
 
     def _take(self, size: int) -> bytes:
         start = self._position

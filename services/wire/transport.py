@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import time
 import weakref
 from collections import deque
@@ -31,6 +32,7 @@ _MAX_OUTBOX_BYTES = 64 * 1024 * 1024
 _RETRY_MS = 5  # how soon a non-empty outbox is tried again: a ROUTER cannot tell which peer became writable
 _BATCH = 512
 _BATCH_BYTES = 32 * 1024 * 1024
+_POLLIN, _NOBLOCK, _MORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # enums compute slowly
 
 logger = logging.getLogger(__name__)
 
@@ -95,20 +97,25 @@ class Port:
 
     def receive_ready(self, most: int = _BATCH) -> list[Envelope]:
         """The messages that are there now, at most `most`; never waits. Bad frames are counted, logged and dropped."""
-        self._flush()
+        if self._outboxes:
+            self._flush()
         envelopes: list[Envelope] = []
         received_bytes = 0
+        socket = self._socket
+        has_more = self._has_input()  # far cheaper than a receive in vain
         for _ in range(most):
-            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # far cheaper than a receive in vain
+            if not has_more:
                 break
             try:
-                peer = self._socket.recv(zmq.NOBLOCK) if self._is_router else b""
-                payload = self._socket.recv(zmq.NOBLOCK)
+                peer = socket.recv(_NOBLOCK) if self._is_router else b""
+                payload = socket.recv(_NOBLOCK)
             except zmq.Again:
                 break
             received_bytes += len(payload)
+            has_more = self._has_input()
             try:
-                self._require_last_frame()
+                if has_more:  # else nothing can be left of this message either
+                    self._require_last_frame()
                 envelopes.append(Envelope(peer, decode(payload)))
             except ProtocolError as error:
                 self._reject(peer, len(payload), error)
@@ -140,6 +147,9 @@ class Port:
         outbox = self._outboxes.pop(peer, None)
         if outbox is not None:
             self.stats.outbox_frames -= len(outbox.frames)
+
+    def _has_input(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
     def _require_last_frame(self) -> None:
         if not self._socket.getsockopt(zmq.RCVMORE):
@@ -188,7 +198,9 @@ class Port:
     def _try_send(self, peer: bytes, frame: bytes) -> bool | None:
         """True: sent. False: not now. None: the peer is not there."""
         try:
-            self._socket.send_multipart([peer, frame] if self._is_router else [frame], zmq.NOBLOCK)
+            if self._is_router:
+                self._socket.send(peer, _MORE)  # once it has taken this, it takes the frame too
+            self._socket.send(frame, _NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -284,18 +296,21 @@ def _configured(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: st
 
 
 class BlockingReceiver:
-    """Waits on ports in a plain loop (scheduler and worker)."""
+    """Waits on ports in a plain loop (scheduler and worker).
+
+    A port's descriptor tells only that something has changed since the port was looked at: look first, then wait.
+    """
 
     def __init__(self, ports: Sequence[Port]) -> None:
         self._ports = list(ports)
-        self._poller = zmq.Poller()
+        self._poll = select.poll()
         for port in self._ports:
-            self._poller.register(port.socket, zmq.POLLIN)
-        # A signal alone does not end ZeroMQ's wait: it is taken up again for the time that was left.
+            self._poll.register(port.file_descriptor, select.POLLIN)
+        # A signal alone does not end the wait: it is taken up again for the time that was left.
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._poll.register(self._wake_read, select.POLLIN)
         weakref.finalize(self, _close_both, self._wake_read, self._wake_write)
 
     def interrupt(self) -> None:
@@ -317,7 +332,7 @@ class BlockingReceiver:
                 return batch
             if any(port.has_outbox for port in self._ports):
                 left_ms = min(left_ms, _RETRY_MS)
-            if (self._wake_read, zmq.POLLIN) in self._poller.poll(left_ms):
+            if (self._wake_read, select.POLLIN) in self._poll.poll(left_ms):
                 os.read(self._wake_read, 4096)
                 is_interrupted = True
 

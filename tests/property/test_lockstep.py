@@ -112,7 +112,7 @@ def test_lockstep_and_row_by_row_are_one(page_size: int, plans_ahead: int) -> No
 def test_a_batch_of_runs_and_rows_has_them_in_order() -> None:
     submits = [new_submit(number, [1, 2], 9, num_logprobs=-1) for number in (1, 2, 3)]
     requests = [Request(submit, 11, 0) for submit in submits]
-    formation = Formation(b"").joined_by(requests[:2])
+    formation = Formation(b"").joined_by(requests[:2], step=0)
     run = TokenRun(
         b"", formation.request_ids, formation.attempts, pack_int32([4, 5]), pack_int32([7, 8]), formation.cached_tokens
     )

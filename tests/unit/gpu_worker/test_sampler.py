@@ -39,7 +39,7 @@ def draw(logits: Tensor, rows: Sequence[SamplingParams], positions: Sequence[int
     return ids
 
 
-def distribution(logits: Sequence[float], params: SamplingParams, draws: int = 20_000) -> dict[int, float]:
+def distribution(logits: Sequence[float], params: SamplingParams, draws: int = 10_000) -> dict[int, float]:
     """How often each token comes, over many positions."""
     counts = Counter(draw(torch.tensor([logits]).expand(draws, -1), [params] * draws, range(draws)))
     return {token: count / draws for token, count in counts.items()}

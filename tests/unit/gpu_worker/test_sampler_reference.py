@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.gpu_worker import draw, nucleus, sampler
-from services.gpu_worker.random_numbers import stream_key, stream_key_at, uniform
+from services.gpu_worker import draw, likely_tokens, nucleus, sampler
+from services.gpu_worker.random_numbers import key_at, number_at, numbers_at, stream_key, stream_key_at, uniform
 from services.gpu_worker.sampler import sample
 from services.gpu_worker.sampling_table import Kind, SamplingTable, kind_of
 from services.wire.request_params import SamplingParams
@@ -92,15 +92,78 @@ def test_equals_the_slow_sampler(
 
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 12.0])
 @pytest.mark.parametrize(
-    ("top_p", "top_k"), [(0.1, 0), (0.9, 0), (0.9999999, 0), (1.0, 50), (0.8, 20), (1.0, 1500), (0.9, 40_000)]
+    ("top_p", "top_k"), [(0.1, 0), (0.9, 0), (0.9999999, 0), (1.0, 50), (0.8, 20), (1.0, 1500), (0.9, 15_000)]
 )
-def test_pruning_changes_no_token(scale: float, top_p: float, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_at_likely_tokens_only_changes_no_token(
+    scale: float, top_p: float, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(5)
     logits = (torch.randn(6, 20_000, generator=generator) * scale).bfloat16().float()  # bfloat16: many equal logits
     rows = [SamplingParams(1.0, top_p, top_k, 0.0, seed, 0) for seed in range(6)]
-    pruned = sample_all(logits, rows, range(6))
-    monkeypatch.setattr(nucleus, "_NUM_PRUNINGS", 0)
-    assert sample_all(logits, rows, range(6)) == pruned
+    found = sample_all(logits, rows, range(6))
+    monkeypatch.setattr(sampler, "_draw_likely", sampler._draw_filtered)
+    assert sample_all(logits, rows, range(6)) == found
+
+
+LIMITS = st.tuples(
+    st.floats(0.05, 5.0),
+    st.sampled_from([0, 2, 3, 17, 300, 10**6]),
+    st.sampled_from([1e-9, 0.2, 0.5, 0.9, 0.99, 0.999999, 1.0]),
+    st.sampled_from([0.0, 0.001, 0.1, 1.0]),
+)
+
+
+@given(
+    st.lists(LIMITS, min_size=1, max_size=4), st.integers(1, 1200), st.integers(0, 2**31), st.sampled_from([1, 4, 64]),
+    st.sampled_from([0.0, 0.3, 2.0, 9.0]), st.sampled_from([None, 0, 2]), st.sampled_from([0.0, 0.5, 0.99]),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_the_likely_tokens_are_those_that_sorting_all_leaves(
+    limits: list[tuple[float, int, float, float]], vocab_size: int, torch_seed: int, max_peaks: int,
+    scale: float, decimals: int | None, share_banned: float,
+) -> None:  # fmt: skip
+    """Whatever the temperature, the limits, equal logits, banned tokens, and however few peaks are looked at."""
+    generator = torch.Generator().manual_seed(torch_seed)
+    logits = torch.randn(len(limits), vocab_size, generator=generator) * scale
+    if decimals is not None:
+        logits = logits.round(decimals=decimals)
+    is_banned = torch.rand(logits.shape, generator=generator) < share_banned
+    is_banned[:, torch_seed % vocab_size] = False
+    logits = logits.masked_fill(is_banned, -math.inf)
+    exponents = logits - logits.amax(1, keepdim=True)
+    temperatures, top_ks, top_ps, min_ps = zip(*limits, strict=True)
+    of_rows = nucleus.FilterLimits(
+        torch.tensor(top_ks), torch.tensor(top_ps, dtype=torch.float64), torch.tensor(min_ps, dtype=torch.float64), True
+    )
+    unrounded = sampler.unrounded_weights(exponents, torch.tensor(temperatures, dtype=torch.float32))
+    expected = nucleus.most_probable(exponents, sampler.fixed_point_weights(unrounded), of_rows)
+    totals = sampler.total_weights(unrounded)
+    for row, each in enumerate(limits):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(likely_tokens, "MAX_PEAKS", max_peaks)
+            found = likely_tokens.kept_tokens(
+                exponents[row].numpy(), unrounded[row].numpy(), totals[row], likely_tokens.RowLimits(*each)
+            )
+        has_weight = found.weights > 0
+        left = expected.weights[row] > 0
+        assert found.ids[has_weight].tolist() == expected.ids[row][left].tolist()
+        assert found.weights[has_weight].tolist() == expected.weights[row][left].tolist()
+
+
+def test_weights_of_a_flat_row_add_up_to_the_last_unit() -> None:
+    unrounded = torch.full((2, 20_000), 2.0**40)
+    unrounded[1, 5] = 3.0
+    assert sampler.total_weights(unrounded) == [20_000 * 2**40, 19_999 * 2**40 + 3]
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=300), INT64S, st.integers(0, 2**31 - 1))
+@settings(max_examples=200, deadline=None)
+def test_one_row_on_the_host_draws_what_rows_on_a_device_draw(weights: list[int], key: int, position: int) -> None:
+    weights = [*weights, 2**40]
+    ids = torch.arange(len(weights)) * 7
+    places = draw.draw_places(torch.tensor([weights]), ids[None], torch.tensor([key]), torch.tensor([position]))
+    kept = likely_tokens.KeptTokens(ids.numpy(), np.array(weights))
+    assert draw.draw_kept(kept, key, position) == ids[int(places)]
 
 
 @pytest.mark.parametrize("seed", [42, 0, -1, 2**63 - 1, -(2**63)])
@@ -171,7 +234,7 @@ def test_a_race_among_all_and_among_the_few_that_can_win_has_one_winner(scale: f
     generator = torch.Generator().manual_seed(4)
     exponents = torch.randn(12, 3001, generator=generator) * scale
     exponents -= exponents.amax(1, keepdim=True)
-    weights = sampler.fixed_point_weights(exponents, torch.full((12,), 0.9))
+    weights = sampler.fixed_point_weights(sampler.unrounded_weights(exponents, torch.full((12,), 0.9)))
     classes = draw.weight_classes(weights)
     keys = torch.arange(12) * 77
     heaviest = weights.argsort(dim=1, descending=True)
@@ -230,6 +293,14 @@ def test_generator_tensors_equal_python_integers(seed: int, choice: int, positio
     assert uniform(torch.tensor([key]), torch.tensor([position])).item() == (word >> 11) / 2**53
 
 
+@given(INT64S, st.integers(0, 2**31 - 1), st.lists(st.integers(0, 2**31 - 1), min_size=1))
+def test_generator_on_the_host_gives_the_same_numbers(key: int, position: int, positions: list[int]) -> None:
+    at = torch.tensor([key]), torch.tensor([position])
+    assert (key_at(key, position), number_at(key, position)) == (stream_key_at(*at).item(), uniform(*at).item())
+    all_at = torch.tensor(positions)
+    assert numbers_at(key, all_at.numpy()).tolist() == uniform(at[0].expand_as(all_at), all_at).tolist()
+
+
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 1234])
 def test_generator_is_uniform_and_serially_independent(seed: int) -> None:
     values = numbers(seed, 0, 200_000)
@@ -252,7 +323,7 @@ def test_generator_streams_of_near_seeds_and_choices_are_independent() -> None:
 
 @pytest.mark.parametrize(("top_p", "top_k", "min_p"), [(1.0, 0, 0.0), (0.85, 0, 0.0), (1.0, 12, 0.0), (1.0, 0, 0.1)])
 def test_drawn_tokens_follow_the_distribution(top_p: float, top_k: int, min_p: float) -> None:
-    draws, vocab_size = 40_000, 40
+    draws, vocab_size = 20_000, 40
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3))
     params = SamplingParams(0.8, top_p, top_k, min_p, 77, 0)
     tokens = torch.tensor(sample_all(logits.expand(draws, -1), [params] * draws, range(draws)))

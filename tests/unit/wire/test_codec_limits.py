@@ -14,11 +14,12 @@ from services.wire.codec import decode, encode
 from services.wire.columns import pack_int32
 from services.wire.errors import ProtocolError
 from services.wire.finish import Finish
+from services.wire.flat import MAX_FLAT_BYTES
 from services.wire.forms import MAX_FRAME_BYTES
 from services.wire.members import ForeignHello, Heartbeat, Hello, Role, State, Telemetry, WorkerCard
 from services.wire.messages import MESSAGE_TYPES, PROTOCOL_VERSION
 from services.wire.reader import MAX_VALUES
-from services.wire.requests import Abort, Admitted, Refused
+from services.wire.requests import Abort, Acknowledge, Admitted, Refused
 from services.wire.steps import StepPlan
 from tests.contract.message_examples import EXAMPLES
 
@@ -43,6 +44,10 @@ def peak_bytes(action: Callable[[], object]) -> int:
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+
+
+def array16(length: int) -> bytes:
+    return b"\xdc" + length.to_bytes(2, "big")
 
 
 def array32(length: int) -> bytes:
@@ -75,6 +80,16 @@ def test_hostile_frames_are_refused_at_once_and_not_built(frame: bytes) -> None:
     refusal(frame)
     assert time.process_time() - started < 0.05  # untyped decoding of the first one takes seconds
     assert peak_bytes(lambda: refusal(frame)) < 200_000
+
+
+def test_a_small_frame_of_lists_cannot_build_much_either() -> None:
+    """Those are unpacked before they are checked."""
+    tag = next(tag for tag, cls in MESSAGE_TYPES.items() if cls is Acknowledge)
+    of_lists = array16(63) + (array16(64) + b"\x90" * 64) * 63
+    frame = b"\x94" + bytes([tag]) + of_lists * 3
+    assert MAX_FLAT_BYTES // 8 < len(frame) < MAX_FLAT_BYTES
+    assert "expected bytes" in refusal(frame)
+    assert peak_bytes(lambda: refusal(frame)) < 2_000_000
 
 
 def test_the_costliest_frame_is_refused_by_the_count_of_its_values() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from services.wire.columns import (
     pack_int32,
     pack_request_ids,
+    plus_int32,
     split_by_counts,
     unpack_float32,
     unpack_int32,
@@ -25,6 +26,11 @@ def test_int32_columns_are_little_endian_and_come_back(values: list[int]) -> Non
     column = pack_int32(values)
     assert column == b"".join(value.to_bytes(4, "little", signed=True) for value in values)
     assert unpack_int32(column) == values
+
+
+@given(st.lists(st.integers(0, 2**30)), st.integers(0, 2**30 - 1))
+def test_a_number_is_added_to_each_item_of_a_column(values: list[int], number: int) -> None:
+    assert unpack_int32(plus_int32(pack_int32(values), number)) == [value + number for value in values]
 
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**70])
