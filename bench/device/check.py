@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,7 +93,7 @@ def checks(device_name: str) -> list[Check]:
             return iter([skipped("kernels", problem)])
         from bench.device import kernels
 
-        return kernels.check_kernels(_device(device_name))
+        return chain(kernels.check_kernels(_device(device_name)), kernels.check_ways_of_attention(_device(device_name)))
 
     def graphs() -> Iterator[Outcome]:
         if device_name != "cuda":

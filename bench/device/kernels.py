@@ -14,7 +14,8 @@ from bench.device.kernel_cases import TOLERANCES, GroupedCase, difference, group
 from bench.device.limits import median_s
 from bench.device.report import Outcome, held, measured
 from bench.random_checkpoints import Shape, write_checkpoint
-from services.gpu_worker.attention import attention_for
+from services.gpu_worker.attention import attention_for, ways_on_cuda
+from services.gpu_worker.attention.fastest import AttentionTask, Size, measure
 from services.gpu_worker.decode_graphs import GraphLimits
 from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.graph_device import CudaGraphDevice
@@ -71,6 +72,19 @@ def check_kernels(device: torch.device) -> Iterator[Outcome]:
         yield held("kernels, rows in 8 bits", off < _MOST_OFF, f"{off:.2%} of the numbers are others")
         yield from _fp8_product(device)
     yield from _experts_speed(device)
+
+
+def check_ways_of_attention(device: torch.device) -> Iterator[Outcome]:
+    """Each that goes for heads as Qwen3-14B's, for small pages and large: microseconds of a decode and of a chunk."""
+    for page_size in (16, 256):
+        shape = KvCacheShape(1, 8, 128, page_size, torch.bfloat16)
+        task = AttentionTask(device, torch.bfloat16, shape, 40)
+        ways = ways_on_cuda(task)
+        times = measure(ways, task, Size())
+        figure = ", ".join(
+            f"{name} {1e6 * each.decode_s:.0f} and {1e6 * each.chunk_s:.0f} us" for name, each in times.items()
+        )
+        yield held(f"ways of attention, pages of {page_size}", times.keys() == ways.keys(), figure or "none is right")
 
 
 def _fp8_product(device: torch.device) -> Iterator[Outcome]:

@@ -104,15 +104,18 @@ class KvCache:
         """Clears pages in all layers, so that what a failed row left (NaN) cannot reach whoever gets the page next."""
         if any(not 0 <= page_id < self.num_pages for page_id in page_ids):
             raise ValueError(f"pages to clear must lie in [0, {self.num_pages}): {list(page_ids)}")
-        index = upload(np.array(page_ids, dtype=np.int64), self.keys.device)
-        for pool in (self.keys, self.values):
-            (as_bytes(pool) if is_fp8(pool.dtype) else pool).index_fill_(1, index, 0)
+        self._zero(page_ids, num_dims_of_place=1)
 
     def zero_slots(self, slots: Sequence[int]) -> None:
         """Clears slots of the scheduler's pages in all layers."""
-        index = upload(np.array(slots, dtype=np.int64), self.keys.device)
-        self.keys.flatten(1, 2).index_fill_(1, index, 0)
-        self.values.flatten(1, 2).index_fill_(1, index, 0)
+        self._zero(slots, num_dims_of_place=2)
+
+    def _zero(self, places: Sequence[int], num_dims_of_place: int) -> None:
+        """Of the dimensions behind the layers' so many tell a place: pages, or slots."""
+        index = upload(np.array(places, dtype=np.int64), self.keys.device)
+        for pool in (self.keys, self.values):
+            numbers = as_bytes(pool) if is_fp8(pool.dtype) else pool
+            numbers.flatten(1, num_dims_of_place).index_fill_(1, index, 0)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

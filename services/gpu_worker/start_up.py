@@ -15,6 +15,7 @@ import torch
 
 from services.gpu_worker.attention import attention_named
 from services.gpu_worker.attention.backend import AttentionBackend
+from services.gpu_worker.attention.fastest import AttentionTask
 from services.gpu_worker.decode_graphs import GraphLimits
 from services.gpu_worker.dummy_weights import dummy_model
 from services.gpu_worker.eight_bits import choose_kv_dtype, fp8_forms
@@ -89,9 +90,9 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     max_model_len = choose_context(settings, config)
     dtype = weights.embedding.dtype
     kv_dtype = choose_kv_dtype(settings, device, dtype)
-    attention = _attention(settings, device, kv_dtype, config.head_dim)
-    operators = operators_for(device)
     shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, kv_dtype)
+    attention = _attention(settings, AttentionTask(device, dtype, shape, config.num_heads))
+    operators = operators_for(device)
     bare = ModelRunner(config, weights, KvCache(shape, 0, device), attention, operators)
     machine = measure_machine(device, device_name(device), product_dtype(settings, device, dtype))
     measured = warm_up(bare, pump, max(0, settings.chunked_prefill_size))
@@ -255,13 +256,13 @@ def _log_load(path: Path, model: RunnableModel, loaded: Loaded, device: torch.de
     )  # fmt: skip
 
 
-def _attention(settings: Settings, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+def _attention(settings: Settings, task: AttentionTask) -> AttentionBackend:
     name = settings.attention_backend
     try:
-        attention = attention_named(name, device, dtype, head_dim)
+        attention = attention_named(name, task)
     except ValueError as error:
         raise StartError(f"--attention-backend {name}: {error}") from error
-    if device.type == "cuda" and name == "auto" and (problem := triton_problem()):
+    if task.device.type == "cuda" and name == "auto" and (problem := triton_problem()):
         logger.warning("CUDA kernels: none of our own, steps will be slow: %s", problem)
     logger.info("attention: %s, %d CPU threads", type(attention).__name__, torch.get_num_threads())
     return attention

@@ -147,7 +147,8 @@ class Settings:
     grammar_memory_mb: int = setting(512, "how much memory compiling a grammar may take, in MiB")
     jump_ahead: bool = setting(True, "take tokens that a grammar forces without running the model for each")
     # the worker
-    attention_backend: str = setting("auto", "attention implementation", ("auto", "reference", "paged", "triton"))
+    attention_backend: str = setting("auto", "attention implementation; auto: the fastest there is",
+                                     ("auto", "reference", "paged", "triton", "varlen", "flashinfer"))  # fmt: skip
     kv_cache_dtype: str = setting("auto", "element type of the KV pool; auto: the model's, fp8: e4m3",
                                   ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"))  # fmt: skip
     cuda_graphs: bool = setting(True, "replay recorded decode steps on CUDA instead of launching them")

@@ -6,6 +6,7 @@ back a `StepAttention`, which every layer of the model gets as an argument. Noth
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -55,6 +56,20 @@ def rotate_then_write(
     rotated = rotate(heads, *cos_sin)  # [num_tokens, num_heads + num_kv_heads, head_dim]
     num_heads = heads.shape[1] - values.shape[1]
     step.write_kv(layer, rotated[:, num_heads:], values)
+    return rotated[:, :num_heads]
+
+
+# (inputs, kv_cache, layer, heads, values, cos_sin) -> queries: `StepAttention.write_rotated` of a step over a pool.
+WriteRotated = Callable[[StepInputs, KvCache, int, Tensor, Tensor, tuple[Tensor, Tensor]], Tensor]
+
+
+def plain_write_rotated(
+    inputs: StepInputs, kv_cache: KvCache, layer: int, heads: Tensor, values: Tensor, cos_sin: tuple[Tensor, Tensor]
+) -> Tensor:
+    """A `WriteRotated` of torch's operations."""
+    rotated = rotate(heads, *cos_sin)  # [num_tokens, num_heads + num_kv_heads, head_dim]
+    num_heads = heads.shape[1] - values.shape[1]
+    kv_cache.write(layer, inputs.slot_mapping, rotated[:, num_heads:], values)
     return rotated[:, :num_heads]
 
 

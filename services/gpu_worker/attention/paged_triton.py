@@ -70,8 +70,7 @@ class PagedTritonStep:
 
     def write_rotated(self, layer: int, heads: Tensor, values: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """See `StepAttention.write_rotated`; one launch."""
-        pool = Pool(self._kv_cache.keys[layer], self._kv_cache.values[layer], self._inputs.slot_mapping)
-        return rotate_and_write(heads, values, cos_sin, pool)
+        return fused_write_rotated(self._inputs, self._kv_cache, layer, heads, values, cos_sin)
 
     def attend(self, layer: int, queries: Tensor, window: int | None) -> Tensor:
         """See `StepAttention.attend`."""
@@ -84,3 +83,11 @@ class PagedTritonStep:
         if self._chunks is not None:
             prefill_attention(queries, keys, values, self._chunks, window, attended)
         return attended
+
+
+def fused_write_rotated(
+    inputs: StepInputs, kv_cache: KvCache, layer: int, heads: Tensor, values: Tensor, cos_sin: tuple[Tensor, Tensor]
+) -> Tensor:
+    """A `backend.WriteRotated` in one launch."""
+    pool = Pool(kv_cache.keys[layer], kv_cache.values[layer], inputs.slot_mapping)
+    return rotate_and_write(heads, values, cos_sin, pool)

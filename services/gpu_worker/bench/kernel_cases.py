@@ -76,14 +76,15 @@ class Place:
 
 
 def product_cases(place: Place, rows: Sequence[int]) -> Iterator[Case]:
-    """The matrices of a layer in every form that this machine has."""
+    """The matrices of a layer, of experts those of one, in every form that this machine has."""
     config = place.config
+    width = config.experts.intermediate_size if config.experts else config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes = {
         "qkv": (queries + 2 * keys, config.hidden_size),
         "output": (config.hidden_size, queries),
-        "gate_up": (2 * config.intermediate_size, config.hidden_size),
-        "down": (config.hidden_size, config.intermediate_size),
+        "gate_up": (2 * width, config.hidden_size),
+        "down": (config.hidden_size, width),
     }
     for name, (num_outputs, num_inputs) in shapes.items():
         for form in _forms(place, num_outputs, num_inputs):

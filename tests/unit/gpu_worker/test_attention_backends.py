@@ -19,6 +19,7 @@ from services.gpu_worker import attention as choice
 from services.gpu_worker import kernels
 from services.gpu_worker.attention import attention_for, attention_named
 from services.gpu_worker.attention.backend import AttentionBackend
+from services.gpu_worker.attention.fastest import AttentionTask
 from services.gpu_worker.attention.paged_cpu import PagedCpuAttention
 from services.gpu_worker.attention.paged_cuda import PagedCudaAttention
 from services.gpu_worker.attention.reference import ReferenceAttention
@@ -166,18 +167,22 @@ def test_the_cpu_decodes_float32_in_place() -> None:
 
 def test_heads_too_wide_for_the_kernels_take_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, ours = torch.device("cuda"), ReferenceAttention()
+
+    def task(head_dim: int) -> AttentionTask:
+        return AttentionTask(cuda, torch.bfloat16, KvCacheShape(1, 1, head_dim, 16, torch.bfloat16), 1)
+
     monkeypatch.setattr(choice, "_triton", lambda device: ours)
     monkeypatch.setattr(choice, "triton_problem", lambda: None)
     assert attention_for(cuda, torch.bfloat16, 256) is ours
-    assert attention_named("triton", cuda, torch.bfloat16, 256) is ours
+    assert attention_named("triton", task(256)) is ours
     assert isinstance(attention_for(cuda, torch.bfloat16, 257), PagedCudaAttention)
-    assert isinstance(attention_named("paged", cuda, torch.bfloat16, 128), PagedCudaAttention)
+    assert isinstance(attention_named("paged", task(128)), PagedCudaAttention)
     with pytest.raises(ValueError, match="heads are 257 wide, its kernels take 256"):
-        attention_named("triton", cuda, torch.bfloat16, 257)
+        attention_named("triton", task(257))
     monkeypatch.setattr(choice, "triton_problem", lambda: "Triton is not installed")
     assert isinstance(attention_for(cuda, torch.bfloat16, 256), PagedCudaAttention)
     with pytest.raises(ValueError, match="Triton is not installed"):
-        attention_named("triton", cuda, torch.bfloat16, 128)
+        attention_named("triton", task(128))
 
 
 def test_what_keeps_kernels_from_being_launched_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ def test_the_pool_rounds_what_is_written_and_clears_what_failed(dtype: torch.dty
     cache.write(1, torch.tensor([5, 0, 2]), keys, values)
     assert torch.equal(cache.key_slots(1)[[5, 0, 2]].float(), keys.to(dtype).float())
     assert cache.values[1, :3].float().isnan().sum() == 3 * 4
+    cache.zero_slots([0, 5])
+    assert [slot for slot in range(6) if cache.value_slots(1)[slot].float().isnan().any()] == [2]
     cache.zero_pages([0, 1, 2])
     assert not cache.keys.float().any()
     assert not cache.values.float().any()
