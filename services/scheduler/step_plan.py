@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from services.scheduler.admission import CoreLimits
 from services.scheduler.formation import March
 from services.scheduler.request import Request
 from services.wire.columns import pack_int32, unpack_int32
@@ -112,8 +113,14 @@ class StepDraft:
         self.counts[place] += num_ids
         self.num_tokens += num_ids
 
-    def add_most(self, request: Request, most: int) -> int:
-        """Adds as many of its next tokens as `most` allows; returns how many, 0 when the step is full of such rows."""
+    def add_chunk(self, request: Request, budget: int, limits: CoreLimits) -> int:
+        """Adds as many of its next tokens as the budget allows; what is left of it."""
+        context = request.num_planned
+        num_new_tokens = self._add_most(request, limits.most_behind(context, budget))
+        return limits.budget_after(budget, context, num_new_tokens)
+
+    def _add_most(self, request: Request, most: int) -> int:
+        """Adds at most so many of its next tokens; returns how many, 0 when the step is full of such rows."""
         num_new_tokens = min(most, request.num_expected - request.num_planned)
         if request.prompt is not None and request.prompt.wants_logprobs:
             num_new_tokens = min(num_new_tokens, MAX_LOGPROB_TOKENS - self.num_logprob_tokens)
