@@ -79,7 +79,7 @@ def warm_up(runner: ModelRunner, pump: Callable[[], None], max_model_len: int, f
     chunk = fixed_chunk or _rounded(num_tokens * min(2.0, limit_s / seconds))
     measured = WarmUp(chunk, seconds * chunk / num_tokens, decode_s)
     context = 0 if fixed_chunk else min(_CONTEXT, max_model_len - _MIN_CHUNK)
-    if context < _MIN_CHUNK or smallest_s > limit_s:  # the chunk is the smallest as it is
+    if context < _MIN_CHUNK or smallest_s > _MAX_TOTAL_S:
         return measured
     behind_s = best(_MIN_CHUNK, context)
     pump()
