@@ -56,7 +56,8 @@ def warm_up(runner: ModelRunner, pump: Callable[[], None], max_model_len: int, f
         max_model_len: no step looks at more tokens.
         fixed_chunk: measure this chunk instead of looking for one, if > 0, and nothing behind a context.
     """
-    limit_s = CPU_CHUNK_S if runner.kv_cache.keys.is_cpu else GPU_CHUNK_S
+    is_cpu = runner.kv_cache.keys.is_cpu
+    limit_s = CPU_CHUNK_S if is_cpu else GPU_CHUNK_S
     deadline = perf_counter() + _MAX_TOTAL_S
 
     def best(num_tokens: int, context: int = 0) -> float:
@@ -78,12 +79,14 @@ def warm_up(runner: ModelRunner, pump: Callable[[], None], max_model_len: int, f
         seconds = best(num_tokens)
     chunk = fixed_chunk or _rounded(num_tokens * min(2.0, limit_s / seconds))
     measured = WarmUp(chunk, seconds * chunk / num_tokens, decode_s)
-    context = 0 if fixed_chunk else min(_CONTEXT, max_model_len - _MIN_CHUNK)
-    if context < _MIN_CHUNK or smallest_s > _MAX_TOTAL_S:
+    # On a CPU few tokens cost in proportion; on a GPU their step is no shorter than one of many.
+    sample, sample_s = (_MIN_CHUNK, smallest_s) if is_cpu else (num_tokens, seconds)
+    context = 0 if fixed_chunk else min(_CONTEXT, max_model_len - sample)
+    if context < _MIN_CHUNK or sample_s > _MAX_TOTAL_S:
         return measured
-    behind_s = best(_MIN_CHUNK, context)
+    behind_s = best(sample, context)
     pump()
-    return replace(measured, chunk_context=_chunk_context((behind_s - smallest_s) / context / _MIN_CHUNK, measured))
+    return replace(measured, chunk_context=_chunk_context((behind_s - sample_s) / context / sample, measured))
 
 
 def _chunk_context(pair_s: float, measured: WarmUp) -> int:
@@ -91,7 +94,7 @@ def _chunk_context(pair_s: float, measured: WarmUp) -> int:
     token_s = 1 / measured.tokens_per_s
     if pair_s * _MAX_CHUNK_CONTEXT <= token_s:  # also when nothing was seen of it
         return _MAX_CHUNK_CONTEXT
-    return max(1, int(token_s / pair_s))
+    return max(_MIN_CHUNK, int(token_s / pair_s))
 
 
 def _next_size(num_tokens: int, seconds: float, fixed_chunk: int, limit_s: float) -> int:
