@@ -27,7 +27,7 @@ TEST_WORKERS ?= 2
 ARGS ?=
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-marked = $(shell grep -rlw --include='test_*.py' 'pytest\.mark\.$(1)' tests)
+marked = $(shell grep -rlw --include='test_*.py' 'pytest\.mark\.$(1)' tests | sort)
 
 .PHONY: help serve test test-all test-surface test-pairwise test-schemathesis test-clients test-compose test-kernels device-check lint format clean
 

@@ -45,7 +45,7 @@ def problem_of(request: CompileGrammar, tokenizer: LLTokenizer) -> str:
         return str(error)[:MAX_PROBLEM_CHARS]
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=STEP_LIMITS)
     _walk(matcher)
-    return problem_of_matcher(matcher)
+    return problem_of_matcher(matcher, request.grammar)
 
 
 def _walk(matcher: LLMatcher) -> None:

@@ -80,10 +80,11 @@ def lark_of_ebnf(source: str) -> str:
     Raises:
         EbnfError: it is not EBNF, has no `root`, or names a rule that is not there.
     """
-    rules = _Parser(source).rules()
+    parser = _Parser(source)
+    rules = parser.rules()
     if "root" not in rules:
         raise EbnfError("there is no rule named root")
-    used = _reachable(rules)
+    used = _reachable(rules, parser)
     numbers = {name: number for number, name in enumerate(used)}
     is_regular = not _is_recursive(rules, used)
     kind = "R" if is_regular else "r"
@@ -100,6 +101,7 @@ class _Parser:
         self._source = source
         self._tokens = list(self._split())
         self._place = 0
+        self._first_uses: dict[str, int] = {}
 
     def rules(self) -> dict[str, Choice]:
         """All rules by name."""
@@ -114,14 +116,16 @@ class _Parser:
             rules[name] = self._choice(0)
         return rules
 
+    def first_use(self, name: str) -> str:
+        """Where a rule is referred to first."""
+        return self._at(self._first_uses[name])
+
     def _split(self) -> Iterator[tuple[str, str, int]]:
         place = 0
         while place < len(self._source):
             found = _TOKEN.match(self._source, place)
             if found is None:
-                raise EbnfError(
-                    f"line {self._line(place)}: cannot be read from {self._source[place : place + 20]!r} on"
-                )
+                raise EbnfError(f"{self._at(place)}: cannot be read from {self._source[place : place + 20]!r} on")
             if found.lastgroup != "blank":
                 yield str(found.lastgroup), found[0], place
             place = found.end()
@@ -152,6 +156,7 @@ class _Parser:
             self._refuse(f"{text} has nothing before it")
         self._place += 1
         if kind == "name":
+            self._first_uses.setdefault(text, self._tokens[self._place - 1][2])
             return Reference(text)
         if kind == "text":
             return Text("".join(self._characters(text[1:-1])))
@@ -211,12 +216,13 @@ class _Parser:
         self._place += is_there
         return is_there
 
-    def _line(self, offset: int) -> int:
-        return self._source.count("\n", 0, offset) + 1
+    def _at(self, offset: int) -> str:
+        line = self._source.count("\n", 0, offset) + 1
+        return f"line {line}, column {offset - self._source.rfind(chr(10), 0, offset)}"
 
     def _refuse(self, problem: str) -> NoReturn:
         at = self._tokens[min(self._place, len(self._tokens) - 1)][2] if self._tokens else 0
-        raise EbnfError(f"line {self._line(at)}: {problem}")
+        raise EbnfError(f"{self._at(at)}: {problem}")
 
 
 def _references(node: Node) -> Iterator[str]:
@@ -230,13 +236,13 @@ def _references(node: Node) -> Iterator[str]:
                 yield from _references(item)
 
 
-def _reachable(rules: dict[str, Choice]) -> list[str]:
+def _reachable(rules: dict[str, Choice], parser: _Parser) -> list[str]:
     """The rules that the root needs, the root first."""
     found = {"root": None}
     for name in (queue := ["root"]):
         for needed in _references(rules[name]):
             if needed not in rules:
-                raise EbnfError(f"the rule {name} needs {needed}, which is not there")
+                raise EbnfError(f"{parser.first_use(needed)}: the rule {name} needs {needed}, which is not there")
             if needed not in found:
                 found[needed] = None
                 queue.append(needed)

@@ -114,18 +114,20 @@ class ModelRunner:
         """A whole pass: [num_sampling_rows, vocab_size] float32, the logits at `inputs.sample_indices`."""
         return self.logits(self.states(inputs)[1])
 
-    def dummy_inputs(self, num_tokens: int, num_rows: int) -> StepInputs:
+    def dummy_inputs(self, num_tokens: int, num_rows: int, context: int = 0) -> StepInputs:
         """A step of `num_tokens` tokens in `num_rows` rows that touches only the dummy page, to measure or to warm up.
 
-        The tokens are spread over the rows and every row samples: the largest step that both limits allow.
+        The tokens are spread over the rows and every row samples: the largest step that both limits allow. Each row
+        has `context` tokens before them.
         """
         if not 1 <= num_rows <= num_tokens:
             raise ValueError(f"{num_tokens} tokens cannot be spread over {num_rows} rows")
         device = self.kv_cache.keys.device
         page_size = self.kv_cache.shape.page_size
         lengths = tuple(len(range(row, num_tokens, num_rows)) for row in range(num_rows))
-        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-        max_pages = -(-max(lengths) // page_size)
+        ends = tuple(context + length for length in lengths)
+        positions = torch.cat([torch.arange(context, end, device=device) for end in ends])
+        max_pages = -(-max(ends) // page_size)
         dummy = self.kv_cache.dummy_page_id
         return StepInputs(
             input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
@@ -133,6 +135,6 @@ class ModelRunner:
             slot_mapping=dummy * page_size + positions % page_size,
             page_table=torch.full((num_rows, max_pages), dummy, dtype=torch.int64, device=device),
             query_lengths=lengths,
-            context_lengths=lengths,
+            context_lengths=ends,
             sample_indices=torch.tensor(lengths, device=device).cumsum(0) - 1,
         )

@@ -95,7 +95,7 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     operators = operators_for(device)
     bare = ModelRunner(config, weights, KvCache(shape, 0, device), attention, operators)
     machine = measure_machine(device, device_name(device), product_dtype(settings, device, dtype))
-    measured = warm_up(bare, pump, max(0, settings.chunked_prefill_size))
+    measured = warm_up(bare, pump, max_model_len, max(0, settings.chunked_prefill_size))
     logger.info(
         "warm-up: %d tokens in %.0f ms (%.0f tokens/s), one token in %.1f ms",
         measured.chunk_tokens, 1000 * measured.chunk_s, measured.tokens_per_s, 1000 * measured.decode_s,
@@ -124,6 +124,7 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
         chunk_tokens=measured.chunk_tokens,
         chunk_ms=1000 * measured.chunk_s,
         model_digest=digest,
+        chunk_context=measured.chunk_context,
     )
     runner = ModelRunner(config, weights, kv_cache, attention, operators)
     if graphs := graph_device(settings, runner):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 OF_TOKENIZER: Mapping[str, str] = {
     "http_requests": "ended requests by `route` and `status`",
-    "finished_answers": "ended answers by `reason`: stop, length, abort, timeout, error",
+    "finished_answers": "ended answers by `reason`: stop, length, abort, timeout, drain, error",
     "prompt_tokens": "tokens of admitted prompts, as in `usage`",
     "generation_tokens": "tokens received, as in `usage`",
     "time_to_first_token_seconds": "from a request's head to its first token",

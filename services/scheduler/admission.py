@@ -15,6 +15,8 @@ from services.wire.request_params import Task
 from services.wire.requests import Submit
 
 WHOLE_PROMPTS = -1
+_LEAST_CHUNK = 16
+"""However long the context: a step reads all weights for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class CoreLimits:
         plans_ahead: plans that may go out before the result of the last, 0 to 4.
         caches_prefixes: whether pages are used again by requests with the same prefix.
         speculation: how much may be proposed; None: nothing.
+        chunk_context: tokens of context behind which a prompt token takes twice as long as those of a chunk at the
+            beginning of a prompt; 0: chunks are as long behind any.
 
     Raises:
         ValueError: sizes that cannot work together; names them.
@@ -50,6 +54,7 @@ class CoreLimits:
     plans_ahead: int
     caches_prefixes: bool = True
     speculation: SpeculationLimits | None = None
+    chunk_context: int = 0
 
     def __post_init__(self) -> None:
         """Refuses what cannot work."""
@@ -96,6 +101,19 @@ class CoreLimits:
         """Prompt tokens that fit into a step beside so many decodes."""
         left = self.token_budget - num_decodes
         return min(left, self.chunk_tokens) if self.is_chunked else left
+
+    def most_behind(self, context: int, budget: int) -> int:
+        """Tokens behind so much context that take as long as `budget` tokens at the beginning of a prompt."""
+        if not self.chunk_context:
+            return budget
+        return max(min(budget, _LEAST_CHUNK), budget * self.chunk_context // (self.chunk_context + context))
+
+    def budget_after(self, budget: int, context: int, num_tokens: int) -> int:
+        """What is left of a budget after so many tokens behind so much context: nothing when they were the most."""
+        if num_tokens >= self.most_behind(context, budget):
+            return 0
+        extra = num_tokens * context // self.chunk_context if self.chunk_context else 0
+        return max(0, budget - num_tokens - extra)
 
 
 class RequestRefusedError(Exception):

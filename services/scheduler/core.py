@@ -256,7 +256,7 @@ class Core:
         budget = self.limits.prefill_budget(draft.num_tokens)
         for request in prefills:
             if request.state is RequestState.RUNNING and budget:
-                budget -= draft.add_most(request, budget)
+                budget = draft.add_chunk(request, budget, self.limits)
         self._admit(draft, budget)
         if not draft.num_tokens and not self._owes_release:
             self._is_stalled = True
@@ -294,7 +294,7 @@ class Core:
             self.queues.move(request, RequestState.RUNNING)
             request.row = self._rows.take()
             draft.add_new_row(request)
-            budget -= draft.add_most(request, budget)
+            budget = draft.add_chunk(request, budget, self.limits)
             num_reserved += self.reservations.expected_growth(request)
         if draft.new_requests:
             self.queues.waiting.count_pass()

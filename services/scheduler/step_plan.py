@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
 
+from services.scheduler.admission import CoreLimits
 from services.scheduler.formation import March
 from services.scheduler.radix_cache import TOKEN_BYTES
 from services.scheduler.request import Request
@@ -114,8 +115,14 @@ class StepDraft:
         self.counts[place] += num_ids
         self.num_tokens += num_ids
 
-    def add_most(self, request: Request, most: int) -> int:
-        """Adds as many of its next tokens as `most` allows; returns how many, 0 when the step is full of such rows."""
+    def add_chunk(self, request: Request, budget: int, limits: CoreLimits) -> int:
+        """Adds as many of its next tokens as the budget allows; what is left of it."""
+        context = request.num_planned
+        num_new_tokens = self._add_most(request, limits.most_behind(context, budget))
+        return limits.budget_after(budget, context, num_new_tokens)
+
+    def _add_most(self, request: Request, most: int) -> int:
+        """Adds at most so many of its next tokens; returns how many, 0 when the step is full of such rows."""
         num_new_tokens = min(most, request.num_expected - request.num_planned)
         if request.prompt is not None and request.prompt.wants_logprobs:
             num_new_tokens = min(num_new_tokens, MAX_LOGPROB_TOKENS - self.num_logprob_tokens)

@@ -52,6 +52,7 @@ def limits_of(card: WorkerCard, settings: Settings) -> CoreLimits:
         max_rows=max_rows,
         token_budget=settings.max_num_batched_tokens or prefill_tokens + max_rows,
         chunk_tokens=chunk_tokens,
+        chunk_context=0 if settings.chunked_prefill_size else card.chunk_context,
         max_waiting=settings.max_queued_requests,
         plans_ahead=settings.plans_ahead,
         caches_prefixes=settings.enable_prefix_caching,

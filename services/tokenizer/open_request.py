@@ -44,6 +44,7 @@ class OpenRequest:
         "admission",
         "admitted_s",
         "entries",
+        "failure",
         "gaps_s",
         "received_s",
         "reports",
@@ -65,6 +66,8 @@ class OpenRequest:
         self.gaps_s = array("f")
         """The times between the chunks of its answers."""
         self.unadmitted = {entry.request_id for entry in entries}
+        self.failure = ""
+        """The code of the error for which the request could not be completed; the first one counts."""
         self.was_refused = False
         """Whether an answer was not taken: then none of it ever began."""
         self.admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -84,6 +87,7 @@ class OpenRequest:
 
     def fail(self, error: ApiError) -> None:
         """Ends the request; its owner closes it."""
+        self.failure = self.failure or error.code
         if not self.admission.done():
             self.admission.set_exception(error)
             self.admission.exception()  # whoever waits gets it; nobody may be waiting any more

@@ -113,6 +113,9 @@ def description(settings: Settings, model: ServedModel) -> dict[str, object]:
         if route.form is not None:
             _add_other_fields(components[route.form.kind.__name__], route.form, settings)
             _narrow(components[route.form.kind.__name__]["properties"], model.name)
+    for schema in components.values():
+        if "n" in schema.get("properties", {}):
+            _integer_of(schema["properties"]["n"])["maximum"] = settings.max_choices
     _add_defaults(components, model)
     for kind, (one, other) in _ALTERNATIVES.items():
         components[kind.__name__]["oneOf"] = [_only(one, other), _only(other, one)]
@@ -122,7 +125,10 @@ def description(settings: Settings, model: ServedModel) -> dict[str, object]:
         "paths": {path: {route.method.lower(): _operation(route, settings)} for path, route in ROUTES.items()},
         "components": {
             "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
 
@@ -133,6 +139,11 @@ def _narrow(fields: dict[str, object], model_name: str) -> None:
         fields["model"] = {"enum": [None, model_name]}
     if "messages" in fields:
         fields["messages"] = _with_messages(fields["messages"])
+
+
+def _integer_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """The part of a schema that speaks of integers."""
+    return next(option for option in schema["anyOf"] if option.get("type") == "integer")
 
 
 def _only(given: str, absent: str) -> dict[str, object]:
@@ -196,7 +207,7 @@ def _operation(route: Route, settings: Settings) -> dict[str, object]:
         is_required = bool(route.form.kind.__struct_fields__)
         operation["requestBody"] = {"required": is_required, "content": {"application/json": {"schema": schema}}}
     if route.audience is not Audience.ANYONE:
-        operation["security"] = [{"key": []}]
+        operation["security"] = [{"key": []}, {"x-api-key": []}]
     return operation
 
 

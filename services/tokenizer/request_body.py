@@ -19,6 +19,7 @@ from msgspec import inspect
 from services.runtime.config import Settings
 from services.tokenizer.api_error import ApiError, Code, bad_field
 from services.tokenizer.field_tables import Neutral, is_neutral
+from services.tokenizer.whole_numbers import with_whole_numbers
 
 _MAX_IGNORED_NAMES = 32
 _EMPTY_NAME = '""'
@@ -112,6 +113,10 @@ def convert(fields: Mapping[str, object], kind: type[Body]) -> Body:
     Raises:
         ApiError: 400 naming the field of a wrong type or range, or the missing one.
     """
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError:
+        fields = with_whole_numbers(fields, kind)  # nearly nobody writes 1.0 for 1: not looked at before
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:

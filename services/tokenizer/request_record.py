@@ -40,7 +40,7 @@ class ParentSpan:
 class AnswerSummary:
     """How one answer of a request fared; times by this process's monotonic clock, 0 where it did not come so far.
 
-    `is_first`: whether it is the first of the answers to its prompt.
+    `is_first`: whether it is the first of the answers to its prompt. `failure`: the error code of its request.
     """
 
     request_id: bytes
@@ -51,6 +51,7 @@ class AnswerSummary:
     output_tokens: int
     first_token_s: float
     last_token_s: float
+    failure: str = ""
 
 
 class RequestRecord:
@@ -111,7 +112,7 @@ class RequestRecord:
         """Its answers as they stand now."""
         if self.has_ended and not self._opened:
             return self._answers
-        return [_summary(entry) for opened in self._opened for entry in opened.entries]
+        return [_summary(entry, opened.failure) for opened in self._opened for entry in opened.entries]
 
     @property
     def has_ended(self) -> bool:
@@ -186,7 +187,7 @@ def parent_span(header: str) -> ParentSpan | None:
     return ParentSpan(trace_id, span_id, bool(int(match[3], 16) & 1)) if trace_id and span_id else None
 
 
-def _summary(entry: JournalEntry) -> AnswerSummary:
+def _summary(entry: JournalEntry, failure: str) -> AnswerSummary:
     return AnswerSummary(
         request_id=entry.request_id,
         is_first=entry.submit.group_id == entry.request_id,
@@ -196,4 +197,5 @@ def _summary(entry: JournalEntry) -> AnswerSummary:
         output_tokens=entry.completion_tokens or entry.next_index,
         first_token_s=entry.first_token_s,
         last_token_s=entry.last_token_s,
+        failure=failure,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from aiohttp import web
@@ -17,6 +17,7 @@ from aiohttp import web
 from services.runtime.histogram import HOP_BOUNDS_S, LATENCY_BOUNDS_S, REQUEST_BOUNDS_S, TOKEN_BOUNDS, Histogram
 from services.runtime.logs import about
 from services.tokenizer.access import Caller
+from services.tokenizer.api_error import Code
 from services.tokenizer.hops import ENDED, HopName, hops_of_report
 from services.tokenizer.key_budgets import KeyBudgets
 from services.tokenizer.request_record import AnswerSummary, RequestRecord, begin_record
@@ -30,10 +31,15 @@ _REASONS = {
     Finish.STOP_STRING: "stop",
     Finish.LENGTH: "length",
     Finish.TIMEOUT: "timeout",
-    Finish.NONE: "abort",
     Finish.ABORTED: "abort",
 }
-REASONS = ("stop", "length", "abort", "timeout", "error")
+_REASONS_OF_UNENDED: Mapping[str, str] = {
+    "": "abort",
+    Code.ABORTED: "abort",
+    Code.TIMEOUT: "timeout",
+    Code.DRAINING: "drain",
+}
+REASONS = ("stop", "length", "abort", "timeout", "drain", "error")
 
 _ROUTINE = (200, 503)
 
@@ -138,7 +144,12 @@ class RequestWatch:
 
 
 def reason_of(answer: AnswerSummary) -> str:
-    """One of REASONS: how an answer ended; one whose client left first was aborted."""
+    """One of REASONS: how an answer ended; one whose client left first was aborted.
+
+    One that had not ended when its request failed has that failure's reason.
+    """
+    if answer.finish is Finish.NONE:
+        return _REASONS_OF_UNENDED.get(answer.failure, "error")
     return _REASONS.get(answer.finish, "error")
 
 

@@ -32,7 +32,9 @@ class WorkerCard:
     """What a worker brings: its shape, its memory, its speed and the rows it still holds.
 
     `vocab_size` counts ids the model may be given, `logits_width` what it can produce; `chunk_tokens` is the prefill
-    chunk that it measured to run within its time limit. `model_digest` tells one model's files from another's.
+    chunk that it measured to run within its time limit, `chunk_context` the tokens of context behind which each token
+    takes twice as long as in it, 0 when chunks are not to be cut by that. `model_digest` tells one model's files from
+    another's.
     """
 
     vocab_size: UInt31
@@ -47,6 +49,7 @@ class WorkerCard:
     held_attempts: Int32s = b""
     held_indexes: Int32s = b""
     model_digest: Name = ""
+    chunk_context: UInt31 = 0
 
     def check(self) -> None:
         """ProtocolError unless the columns agree."""

@@ -124,9 +124,21 @@ def test_str_01_a_grammar_is_compiled_or_refused_with_the_reason(asked: Asked, g
 @pytest.mark.parametrize(
     ("grammar", "problem"),
     [
-        (Grammar(GrammarKind.REGEX, "("), "a regular expression cannot be read: unclosed group"),
+        (Grammar(GrammarKind.REGEX, "("), "a regular expression cannot be read: unclosed group, at character 1"),
+        (
+            Grammar(GrammarKind.REGEX, "a/b\n\\/日("),
+            "a regular expression cannot be read: unclosed group, at character 8",
+        ),
+        (Grammar(GrammarKind.REGEX, "ab[z-a]{2}"), "the start must be <= the end, at character 4"),
+        (
+            Grammar(GrammarKind.JSON_SCHEMA, '{"type":"string","pattern":"a("}'),
+            'unclosed group, at character 2 of "a("',
+        ),
         (Grammar(GrammarKind.REGEX, r"a\b"), "lookarounds not supported yet"),
-        (Grammar(GrammarKind.LARK, 'start: %json {"type":"string","pattern":"("}'), "cannot be read: unclosed group"),
+        (
+            Grammar(GrammarKind.LARK, 'start: %json {"type":"string","pattern":"("}'),
+            'unclosed group, at character 1 of "("',
+        ),
         (Grammar(GrammarKind.EBNF, 'root ::= ("a" root){5,2}'), "range end must be >= start, got (5, 2)"),
         (Grammar(GrammarKind.JSON_SCHEMA, '{"type":"string","minLength":5,"pattern":"^a$"}'), "Regex is empty"),
     ],

@@ -75,12 +75,13 @@ def test_no_terminal_eats_what_the_next_one_needs(tokenizer: LLTokenizer, extra:
     [
         ("", "no rule named root"),
         ('other ::= "a"', "no rule named root"),
-        ("root ::= x", "needs x, which is not there"),
-        ('root ::= "a"\nroot ::= "b"', "line 2: the rule root is there twice"),
-        ('root ::= (\n"a"', "line 2: a group is not closed"),
+        ("root ::= x", "line 1, column 10: the rule root needs x, which is not there"),
+        ('root ::= b\nb ::= "a"\n  x* x', "line 3, column 3: the rule b needs x, which is not there"),
+        ('root ::= "a"\nroot ::= "b"', "line 2, column 1: the rule root is there twice"),
+        ('root ::= (\n"a"', "line 2, column 1: a group is not closed"),
         ('root ::= "a" )', "a rule begins with NAME ::="),
-        ("root ::= *", "line 1: * has nothing before it"),
-        ('root ::= "a', "line 1: cannot be read from '\"a' on"),
+        ("root ::= *", "line 1, column 10: * has nothing before it"),
+        ('root ::= "a', "line 1, column 10: cannot be read from '\"a' on"),
         ('root ::= "\\q"', "\\q is no known escape"),
         ('root ::= "\\ud800"', "\\ud800 is no character"),
         ("root ::= [z-a]", "the range 'z' to 'a' is empty"),
@@ -89,7 +90,7 @@ def test_no_terminal_eats_what_the_next_one_needs(tokenizer: LLTokenizer, extra:
         ('"a" ::= root', "a rule begins with NAME ::="),
     ],
 )
-def test_str_01_what_is_no_ebnf_is_named_with_its_line(source: str, problem: str) -> None:
+def test_str_01_what_is_no_ebnf_is_named_with_its_place(source: str, problem: str) -> None:
     with pytest.raises(EbnfError) as caught:
         lark_of_ebnf(source)
     assert problem in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,25 +32,28 @@ def runner(tmp_path: Path) -> ModelRunner:
 
 
 class Machine:
-    """Takes `fixed_s` a step and a second for each `tokens_per_s`; its clock is the sum."""
+    """Takes `fixed_s` a step, a second for each `tokens_per_s`, and more behind a context; its clock is the sum.
 
-    def __init__(self, tokens_per_s: float, fixed_s: float = 0.01) -> None:
-        self.tokens_per_s, self.fixed_s, self.now_s = tokens_per_s, fixed_s, 0.0
+    Behind `doubling` tokens each takes twice as long.
+    """
+
+    def __init__(self, tokens_per_s: float, fixed_s: float = 0.01, doubling: float = math.inf) -> None:
+        self.tokens_per_s, self.fixed_s, self.doubling, self.now_s = tokens_per_s, fixed_s, doubling, 0.0
         self.sizes: list[int] = []
 
-    def run(self, runner: ModelRunner, num_tokens: int) -> float:
-        seconds = self.fixed_s + num_tokens / self.tokens_per_s
+    def run(self, runner: ModelRunner, num_tokens: int, context: int = 0) -> float:
+        seconds = self.fixed_s + num_tokens / self.tokens_per_s * (1 + context / self.doubling)
         self.now_s += seconds
         self.sizes.append(num_tokens)
         return seconds
 
 
 def measured_on(
-    machine: Machine, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, chunk: int = 0
+    machine: Machine, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, chunk: int = 0, max_model_len: int = 4096
 ) -> module.WarmUp:
     monkeypatch.setattr(module, "_run", machine.run)
     monkeypatch.setattr(module, "perf_counter", lambda: machine.now_s)
-    return warm_up(runner, lambda: None, chunk)
+    return warm_up(runner, lambda: None, max_model_len, chunk)
 
 
 @pytest.mark.parametrize("tokens_per_s", [400, 1500, 6000, 20_000])
@@ -83,6 +87,34 @@ def test_a_chunk_that_is_set_is_only_timed(chunk: int, runner: ModelRunner, monk
     found = measured_on(machine, runner, monkeypatch, chunk)
     assert found.chunk_tokens == chunk
     assert max(machine.sizes) == max(chunk, 64)
+    assert found.chunk_context == 0
+
+
+@pytest.mark.parametrize("max_model_len", [4096, 512])
+def test_the_context_that_makes_a_token_twice_as_dear_is_found(
+    max_model_len: int, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = measured_on(Machine(1500, 0.0, doubling=900), runner, monkeypatch, max_model_len=max_model_len)
+    assert found.chunk_context == pytest.approx(900, abs=2)
+    assert measured_on(Machine(1500, 0.0), runner, monkeypatch).chunk_context == 2**20
+
+
+def test_where_no_context_fits_or_the_smallest_chunk_is_too_slow_none_is_looked_for(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert measured_on(Machine(1500, doubling=900), runner, monkeypatch, max_model_len=100).chunk_context == 0
+    assert measured_on(Machine(20, doubling=900), runner, monkeypatch).chunk_context == 0
+    slow = measured_on(Machine(100, 0.0, doubling=900), runner, monkeypatch)
+    assert (slow.chunk_tokens, slow.chunk_context) == (64, pytest.approx(900, abs=2))
+
+
+def test_a_step_behind_a_context_runs_and_touches_the_dummy_page_alone(runner: ModelRunner) -> None:
+    inputs = runner.dummy_inputs(40, 2, context=50)
+    assert inputs.context_lengths == (70, 70)
+    assert inputs.positions.tolist() == [*range(50, 70)] * 2
+    assert set(inputs.page_table.flatten().tolist()) == {runner.kv_cache.dummy_page_id}
+    assert inputs.page_table.shape == (2, 5)
+    assert torch.isfinite(runner.forward(inputs)).all()
 
 
 def test_it_pumps_between_steps_and_may_be_interrupted(runner: ModelRunner) -> None:
@@ -94,7 +126,7 @@ def test_it_pumps_between_steps_and_may_be_interrupted(runner: ModelRunner) -> N
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        warm_up(runner, pump)
+        warm_up(runner, pump, 4096)
 
 
 def test_the_copy_watcher_wakes_once_for_each_step_also_when_the_device_fails() -> None:

@@ -95,6 +95,42 @@ def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks() -> None:
         driver.check_answer(answer)
 
 
+def test_chunks_shrink_behind_a_long_context_so_that_steps_take_as_long() -> None:
+    driver = Driver(new_limits(4000, 1, token_budget=208, chunk_tokens=200, chunk_context=300))
+    short = driver.submit(new_submit(1, PROMPT, 120))
+    driver.plan()
+    driver.deliver()
+    long = driver.submit(new_submit(2, [2] * 2000, 2))
+    chunks: list[int] = []
+    while sum(chunks) < 2000:
+        driver.plan()
+        driver.deliver()
+        decode, chunk = driver.worker.step_tokens[-1]
+        assert decode == 1
+        chunks.append(chunk)
+    assert chunks[0] == 200
+    assert chunks[:-1] == sorted(chunks[:-1], reverse=True)
+    starts = [sum(chunks[:number]) for number in range(len(chunks))]
+    costs = [chunk * (1 + start / 300) for chunk, start in zip(chunks, starts, strict=True)]
+    assert max(costs) <= 200
+    assert min(costs[:-1]) > 180
+    driver.run()
+    for answer in (short, long):
+        driver.check_answer(answer)
+
+
+def test_a_chunk_has_sixteen_tokens_behind_any_context_and_leaves_nothing_to_others() -> None:
+    limits = new_limits(400, 1, token_budget=108, chunk_tokens=100, chunk_context=10)
+    assert limits.most_behind(10**6, 100) == 16
+    assert limits.budget_after(100, 10**6, 16) == 0
+    assert limits.most_behind(10**6, 7) == 7
+    assert limits.most_behind(0, 100) == 100
+    assert limits.budget_after(100, 30, 5) == 80
+    assert limits.budget_after(100, 30, 24) == 4
+    plain = new_limits(400, 1)
+    assert (plain.most_behind(10**6, 16), plain.budget_after(16, 10**6, 5)) == (16, 11)
+
+
 def test_the_token_budget_holds_decodes_and_prefill_together() -> None:
     driver = Driver(new_limits(400, 1, max_rows=4, token_budget=6, chunk_tokens=16))
     answers = [driver.submit(new_submit(number, [*PROMPT, number], 10)) for number in range(1, 5)]

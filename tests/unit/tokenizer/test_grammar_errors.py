@@ -28,7 +28,7 @@ FIELDS: list[tuple[str, Json, str]] = [
     (MESSAGES, {"output_format": OUTPUT_FORMAT["format"]}, "output_format.schema"),
     (RESPONSES, {"text": TEXT_FORMAT}, "text.format.schema"),
 ]
-REASON = "a regular expression cannot be read: unclosed group"
+REASON = "a regular expression cannot be read: unclosed group, at character 1"
 
 
 def error_of(response: Any) -> Json:

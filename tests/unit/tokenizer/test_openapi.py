@@ -79,6 +79,21 @@ def test_ranges_are_told(described: Json, route: Route) -> None:
     assert fields.get("model", {"enum": [None, "m"]}) == {"enum": [None, "m"]}
 
 
+def test_the_largest_n_is_told() -> None:
+    schemas: Json = description(Settings(max_choices=3), MODEL)["components"]["schemas"]  # type: ignore[index]
+    with_n = {name for name, schema in schemas.items() if "n" in schema.get("properties", {})}
+    assert with_n >= {"ChatBody", "CompletionBody", "NativeSampling"}
+    for name in with_n:
+        assert {"type": "integer", "minimum": 1, "maximum": 3} in schemas[name]["properties"]["n"]["anyOf"]
+
+
+def test_a_key_may_come_in_either_header(described: Json) -> None:
+    schemes = described["components"]["securitySchemes"]
+    assert schemes["key"] == {"type": "http", "scheme": "bearer"}
+    assert schemes["x-api-key"] == {"type": "apiKey", "in": "header", "name": "x-api-key"}
+    assert described["paths"]["/v1/models"]["get"]["security"] == [{"key": []}, {"x-api-key": []}]
+
+
 def test_every_reference_leads_somewhere(described: Json) -> None:
     text = json.dumps(described)
     for part in text.split('"$ref": "')[1:]:

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from services.tokenizer.access import Caller
 from services.tokenizer.answer_sinks import CollectedAnswers
+from services.tokenizer.api_error import ApiError, Code
 from services.tokenizer.hops import ENDED, FIRST_TOKEN_US, HopName, hops_of, hops_of_report
 from services.tokenizer.key_budgets import KeyBudgets
 from services.tokenizer.request_record import ParentSpan, RequestRecord, parent_span
 from services.tokenizer.request_ring import RequestRing
-from services.tokenizer.request_watch import RequestWatch
+from services.tokenizer.request_watch import RequestWatch, reason_of
 from services.tokenizer.stream_table import StreamTable
 from services.wire.answers import HopReport
 from services.wire.columns import pack_int32
@@ -73,6 +74,32 @@ def record_with(table: StreamTable, ring: RequestRing, submits: Sequence[Submit]
     sink = CollectedAnswers([])
     record.opened(table.open(submits, sink, record.received_s))
     return record
+
+
+@pytest.mark.parametrize(
+    ("errors", "reason"),
+    [
+        ([], "abort"),  # its client left
+        ([ApiError(503, "", code=Code.DRAINING)], "drain"),
+        ([ApiError(503, "", code=Code.DRAINING), ApiError(503, "", code=Code.BACKEND_LOST)], "drain"),
+        ([ApiError(503, "", code=Code.BACKEND_LOST)], "error"),
+        ([ApiError(503, "", code=Code.ABORTED)], "abort"),
+        ([ApiError(504, "", code=Code.TIMEOUT)], "timeout"),
+    ],
+)
+def test_what_had_not_ended_has_the_reason_of_the_failure(errors: list[ApiError], reason: str) -> None:
+    async def work() -> None:
+        table, ring, record = StreamTable(), RequestRing(10), RequestRecord(None, lambda record: None)
+        opened = table.open([submit(1), submit(2, group=1)], CollectedAnswers([]), record.received_s)
+        record.opened(opened)
+        opened.entries[0].finish = Finish.STOP_TOKEN
+        for error in errors:
+            opened.fail(error)
+        record.end("/v1/completions", 200)
+        ring.end(record)
+        assert [reason_of(answer) for answer in record.answers] == ["stop", reason]
+
+    in_loop(work)
 
 
 # ---------------------------------------------------------------- the ring
@@ -226,7 +253,7 @@ def test_an_answer_is_counted_once_in_the_histograms_however_often_it_is_reporte
         counts = {name: histogram.buckets()[-1][1] for name, histogram in watch.hop_s.items()}
         assert counts == dict.fromkeys(map(str, HopName), 1)
         assert watch.inference_s.total == pytest.approx(0.001)
-        assert watch.finished == {"stop": 0, "length": 0, "abort": 1, "timeout": 0, "error": 0}
+        assert watch.finished == {"stop": 0, "length": 0, "abort": 1, "timeout": 0, "drain": 0, "error": 0}
 
     in_loop(work)
 
