@@ -90,7 +90,8 @@ class Roofline:
 
     def count(self, plan: StepPlan, result: StepResult) -> StepCost:
         """Counts a step that has run; what it asked of the machine."""
-        cost = self._cost.of_step(unpack_int32(plan.start_positions), unpack_int32(plan.num_new_tokens))
+        starts, counts = unpack_int32(plan.start_positions), unpack_int32(plan.num_new_tokens)
+        cost = self._cost.of_step(starts, counts, sum(unpack_int32(plan.proposal_counts)))
         self.meter.count(cost, result.forward_us, result.step_us)
         return cost
 

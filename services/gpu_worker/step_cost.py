@@ -26,8 +26,9 @@ class StepCost:
     """One step.
 
     Attributes:
-        is_decode: whether every row has one new token; else it is a prefill, decoding rows beside it or not.
-        num_tokens: new tokens.
+        is_decode: whether every row has one new token, proposals apart; else it is a prefill, decoding rows beside it
+            or not.
+        num_tokens: new tokens, proposals among them.
         num_bytes: moved between memory and processor.
         num_operations: additions and multiplications.
     """
@@ -67,9 +68,13 @@ class ModelCost:
         self._windows = tuple(Counter(config.windows).items())
         self._has_windows = any(window is not None for window in config.windows)
 
-    def of_step(self, starts: Sequence[int], counts: Sequence[int]) -> StepCost:
-        """The cost of a step whose rows compute `counts` new tokens from the positions `starts` on: num_rows each."""
-        num_rows, num_tokens = len(counts), sum(counts)
+    def of_step(self, starts: Sequence[int], counts: Sequence[int], num_proposed: int = 0) -> StepCost:
+        """The cost of a step whose rows compute `counts` new tokens from the positions `starts` on: num_rows each.
+
+        `num_proposed` of them are proposals, behind each of which a token is sampled like behind a row's last one.
+        """
+        num_tokens = sum(counts)
+        num_rows = len(counts) + num_proposed
         longest = max(map(add, starts, counts)) if self._has_windows else 0
         num_bytes = self.weight_bytes(num_tokens, num_rows)
         num_bytes += num_tokens * (self._embedding_bytes + self._kv_bytes_per_token) + num_rows * self._logit_bytes
