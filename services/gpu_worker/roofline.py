@@ -84,8 +84,8 @@ class Roofline:
 
     def count(self, plan: StepPlan, result: StepResult) -> StepCost:
         """Counts a step that has run; what it asked of the machine."""
-        starts, counts, proposed = map(unpack_int32, (plan.start_positions, plan.num_new_tokens, plan.proposal_counts))
-        cost = self._cost.of_step(starts, counts, proposed)
+        starts, counts = unpack_int32(plan.start_positions), unpack_int32(plan.num_new_tokens)
+        cost = self._cost.of_step(starts, counts, sum(unpack_int32(plan.proposal_counts)))
         self.meter.count(cost, result.forward_us, result.step_us)
         return cost
 

@@ -68,18 +68,14 @@ class ModelCost:
         self._windows = tuple(Counter(config.windows).items())
         self._has_windows = any(window is not None for window in config.windows)
 
-    def of_step(self, starts: Sequence[int], counts: Sequence[int], proposed: Sequence[int] = ()) -> StepCost:
-        """The cost of a step.
+    def of_step(self, starts: Sequence[int], counts: Sequence[int], num_proposed: int = 0) -> StepCost:
+        """The cost of a step whose rows compute `counts` new tokens from the positions `starts` on: num_rows each.
 
-        Args:
-            starts: for each row the first position that it computes.
-            counts: its new tokens.
-            proposed: proposals that it computes behind them, each with logits of its own; empty where no row has any.
+        `num_proposed` of them are proposals, behind each of which a token is sampled like behind a row's last one.
         """
-        num_rows, is_decode = len(counts), sum(counts) == len(counts)
-        if proposed:
-            counts = list(map(add, counts, proposed))
-        num_tokens, num_logits = sum(counts), num_rows + sum(proposed)
+        num_tokens, num_rows = sum(counts), len(counts)
+        num_logits = num_rows + num_proposed
+        is_decode = num_tokens - num_proposed == num_rows
         longest = max(map(add, starts, counts)) if self._has_windows else 0
         num_bytes = self.weight_bytes(num_tokens, num_logits)
         num_bytes += num_tokens * (self._embedding_bytes + self._kv_bytes_per_token) + num_logits * self._logit_bytes

@@ -13,13 +13,13 @@ from services.scheduler.ngram_index import NgramIndex
 FIRST_IDS = 4
 """Length of a first proposal, and of one after a failure, if so many are allowed."""
 
-COST_IDS = 1
-"""Ids that must stand for a step with proposals to be no loss: on a CPU it takes as long as about two without
-(`python -m bench.verify_cost`)."""
+PROPOSALS_PER_STEP = 6
+"""Proposals that a CPU verifies in the time of a step without (`python -m bench.verify_cost`): each costs a sixth of
+what an id that stands saves."""
 
-MOST_LOST_IDS = 2
-MOST_WON_IDS = 4
-"""Where the account of what proposals won and cost ends: at the lower end the request rests."""
+MOST_LOST_STEPS = 2
+MOST_WON_STEPS = 4
+"""Where the account of what proposals saved and cost ends: at the lower end the request rests."""
 
 FIRST_REST_STEPS = 16
 MOST_REST_STEPS = 512
@@ -50,7 +50,7 @@ class Proposer:
     """The guesses about one request."""
 
     __slots__ = (
-        "_index", "_most_ids", "_num_tokens", "_num_won", "_place", "_rest_steps", "has_waited", "num_ids",
+        "_account", "_index", "_most_ids", "_num_tokens", "_place", "_rest_steps", "has_waited", "num_ids",
         "rests_until",
     )  # fmt: skip
 
@@ -64,7 +64,7 @@ class Proposer:
         self._most_ids = limits.most_ids
         self._index = NgramIndex(limits.min_match)
         self._num_tokens = self._place = 0  # what was found when there were so many tokens
-        self._num_won = 0  # ids that stood, less what that cost
+        self._account = 0  # steps that were saved, less those that it cost; counted in proposals
         self._rest_steps = FIRST_REST_STEPS
 
     def find(self, token_bytes: bytearray) -> bool:
@@ -86,15 +86,22 @@ class Proposer:
         """How a proposal fared in that step.
 
         One that stood as a whole makes the next one longer, up to twice; else the next is one id longer than what
-        stood, but not shorter than the first. Who has lost too much rests, each time for longer until it wins again.
+        stood, but not shorter than the first. Who has lost too much rests, each time for longer until it gains again.
         """
         if num_accepted == num_proposed:
             self.num_ids = min(self._most_ids, max(self.num_ids, 2 * num_proposed))
         else:
             self.num_ids = min(self._most_ids, max(FIRST_IDS, num_accepted + 1))
-        if num_accepted > COST_IDS:
+        self._enter(num_accepted * PROPOSALS_PER_STEP - num_proposed, step)
+
+    def note_vain_wait(self, step: int) -> None:
+        """That step was held back for a proposal, and there is none: as dear as a proposal that does not stand."""
+        self._enter(-1, step)
+
+    def _enter(self, gain: int, step: int) -> None:
+        if gain > 0:
             self._rest_steps = FIRST_REST_STEPS
-        self._num_won = min(MOST_WON_IDS, self._num_won + num_accepted - COST_IDS)
-        if self._num_won <= -MOST_LOST_IDS:
-            self._num_won, self.rests_until = 0, step + self._rest_steps
+        self._account = min(self._account + gain, MOST_WON_STEPS * PROPOSALS_PER_STEP)
+        if self._account <= -MOST_LOST_STEPS * PROPOSALS_PER_STEP:
+            self._account, self.rests_until = 0, step + self._rest_steps
             self._rest_steps = min(2 * self._rest_steps, MOST_REST_STEPS)

@@ -128,12 +128,12 @@ class Speculation:
                 self.must_wait = request.proposer.has_waited = True
 
     def _finds(self, request: Request) -> bool:
-        """Whether it has something to propose. To have been waited for and have nothing counts as a wrong proposal."""
+        """Whether it has something to propose, now that all its ids are known."""
         proposer = request.proposer
         assert proposer is not None  # it is watched
         is_found = _most_useful(request) > 0 and proposer.find(request.token_bytes)
         if proposer.has_waited and not is_found:
-            proposer.learn(proposer.num_ids, 0, self._lockstep.clock.planned)
+            proposer.note_vain_wait(self._lockstep.clock.planned)
         proposer.has_waited = False
         return is_found
 

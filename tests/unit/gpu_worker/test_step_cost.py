@@ -90,8 +90,8 @@ def test_proposals_cost_what_further_tokens_of_their_row_and_their_logits_cost(
 ) -> None:
     cost = ModelCost(model.config, model.weights, KV_BYTES)
     starts, counts, proposed = ([row[index] for row in rows] for index in range(3))
-    found = cost.of_step(starts, counts, proposed)
-    whole = cost.of_step(starts, [own + more for own, more in zip(counts, proposed, strict=True)])
+    together = [own + more for own, more in zip(counts, proposed, strict=True)]
+    found, whole = cost.of_step(starts, together, sum(proposed)), cost.of_step(starts, together)
     of_logits = model.config.vocab_size * sum(proposed)
     assert found.num_tokens == whole.num_tokens
     assert found.num_bytes == whole.num_bytes + 4 * of_logits
@@ -109,6 +109,24 @@ def test_the_form_that_so_many_rows_go_through_is_what_is_read(model: LoadedMode
     norms = weights.final_norm.nbytes + sum(layer.norm_bytes for layer in layers)
     assert cost.weight_bytes(3, 3) == 4 * len(layers) * 100 + norms + 7
     assert cost.weight_bytes(4, 1) == 4 * len(layers) * 1000 + norms + 7
+
+
+def test_a_step_that_verifies_is_a_decode_with_more_logits(model: LoadedModel) -> None:
+    """Beside the same tokens as a prefill: a token is sampled behind each proposal, at the cost of its logits."""
+    cost = ModelCost(model.config, model.weights, KV_BYTES)
+    verified, chunk = cost.of_step([5, 9], [4, 1], num_proposed=3), cost.of_step([5, 9], [4, 1])
+    assert (verified.is_decode, chunk.is_decode) == (True, False)
+    assert verified.num_tokens == chunk.num_tokens
+    assert verified.num_bytes - chunk.num_bytes == 3 * 4 * model.config.vocab_size
+    assert verified.num_operations - chunk.num_operations == 3 * 2 * model.config.vocab_size * model.config.hidden_size
+    plan = StepPlan(
+        1, 0, b"", (), b"", b"", b"", pack_int32([0, 1]), pack_int32([5, 9]), pack_int32([4, 1]), bytes([1, 1]),
+        pack_int32([3, 0]), pack_int32([1, 1, 1]),
+    )  # fmt: skip
+    result = StepResult(1, 0, b"", b"", b"", b"", b"", b"", b"", forward_us=2000, step_us=2500)
+    machine = Machine("cpu", "the CPU", "float32", 2, LIMITS)
+    roofline = Roofline(machine, Loaded(LoadReport(0, 0.0, 0.0, 0, 0.0, 0.0), None), cost)
+    assert roofline.count(plan, result) == verified
 
 
 # ---------------------------------------------------------------- beside the limits

@@ -11,9 +11,10 @@ from services.runtime.config import Settings
 from services.scheduler.proposer import (
     FIRST_IDS,
     FIRST_REST_STEPS,
-    MOST_LOST_IDS,
+    MOST_LOST_STEPS,
     MOST_REST_STEPS,
-    MOST_WON_IDS,
+    MOST_WON_STEPS,
+    PROPOSALS_PER_STEP,
     Proposer,
     SpeculationLimits,
 )
@@ -182,24 +183,36 @@ def test_proposals_grow_with_success_and_shrink_without() -> None:
     assert Proposer(SpeculationLimits(2, 2, 32)).num_ids == 2
 
 
-def test_who_loses_rests_longer_each_time_until_it_wins() -> None:
+def test_who_loses_rests_longer_each_time_until_it_gains() -> None:
+    """What stands saves a step, and each proposal costs a sixth of one."""
+    num_to_rest = MOST_LOST_STEPS * PROPOSALS_PER_STEP // 4
     proposer = Proposer(SpeculationLimits(16, 2, 32))
     for step in range(4):
-        proposer.learn(4, 3, step)  # what is won counts up to a bound
-    for step in range(4, 4 + MOST_WON_IDS + MOST_LOST_IDS):
+        proposer.learn(4, 3, step)  # what was gained counts up to a bound
+    num_until_rest = (MOST_WON_STEPS + MOST_LOST_STEPS) * PROPOSALS_PER_STEP // 4
+    for step in range(4, 4 + num_until_rest):
         assert proposer.rests_until == 0
         proposer.learn(4, 0, step)
-    assert proposer.rests_until == step + FIRST_REST_STEPS
-    for num_accepted in (1, 0, 1, 1, 0):  # one that stands is worth what the step costs
-        proposer.learn(4, num_accepted, 100)
+    assert proposer.rests_until == 3 + num_until_rest + FIRST_REST_STEPS
+    for _ in range(num_to_rest):
+        proposer.learn(4, 0, 100)
     assert proposer.rests_until == 100 + 2 * FIRST_REST_STEPS
-    proposer.learn(4, 2, 200)
-    for _ in range(1 + MOST_LOST_IDS):
+    proposer.learn(5, 1, 200)  # one that stands is worth more than five cost
+    for _ in range(num_to_rest + 1):
         proposer.learn(4, 0, 300)
     assert proposer.rests_until == 300 + FIRST_REST_STEPS
-    for _ in range(20):
+    for _ in range(20 * num_to_rest):
         proposer.learn(4, 0, 400)
     assert proposer.rests_until == 400 + MOST_REST_STEPS
+
+
+def test_waiting_in_vain_costs_as_much_as_one_proposal() -> None:
+    proposer = Proposer(SpeculationLimits(16, 2, 32))
+    for step in range(MOST_LOST_STEPS * PROPOSALS_PER_STEP):
+        assert proposer.rests_until == 0
+        proposer.note_vain_wait(step)
+    assert proposer.rests_until > step
+    assert proposer.num_ids == FIRST_IDS
 
 
 def test_an_answer_that_goes_on_elsewhere_is_the_same_and_proposes_from_what_it_has() -> None:
