@@ -18,9 +18,12 @@ from services.gpu_worker.attention.paged_triton import PagedTritonAttention
 from services.gpu_worker.attention.reference import ReferenceAttention
 from services.gpu_worker.fp8 import E4M3, E5M2
 from services.gpu_worker.kernels import fp8_rows
+from services.gpu_worker.kernels.expert_steps import FusedExpertSteps
 from services.gpu_worker.kernels.grouped_product import grouped_product
 from services.gpu_worker.kernels.operators import FusedOperators
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
+from services.gpu_worker.models.config import ExpertConfig
+from services.gpu_worker.models.expert_steps import PlainExpertSteps
 from services.gpu_worker.models.operators import PlainOperators
 from services.gpu_worker.models.rotary import rotary_cos_sin, rotate
 from services.gpu_worker.products.fp8 import round_rows
@@ -188,6 +191,38 @@ def rounding_results(num_tokens: int, width: int, dtype: torch.dtype, device: to
     x = torch.randn(num_tokens, width, device=device).to(dtype) * torch.arange(num_tokens, device=device)[:, None]
     found, expected = (codes.float() * scales for codes, scales in (fp8_rows.round_rows(x), round_rows(x)))
     return found, expected
+
+
+def expert_step_results(
+    num_tokens: int, experts: ExpertConfig, dtype: torch.dtype, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """Routing, groups and what is joined: of our kernels, and the plain way."""
+    generator = torch.Generator().manual_seed(14)
+    logits = torch.randn(num_tokens, experts.num_experts, generator=generator).to(device, dtype)
+    results = torch.randn(num_tokens * experts.num_chosen, 72, generator=generator).to(device, dtype)
+    plain = PlainExpertSteps()
+    routing = plain.route(logits, experts)
+    groups = plain.group(routing.experts, experts.num_experts)
+    joined = plain.join(results, groups.places, routing.shares)
+    fused = FusedExpertSteps()
+    found = fused.route(logits, experts)
+    # Of two as likely ones either may be chosen: what is chosen is compared by its probability.
+    probabilities = logits.softmax(-1, dtype=torch.float32)
+    own = fused.group(routing.experts, experts.num_experts)
+    return [
+        (_of_experts(probabilities, found.experts), _of_experts(probabilities, routing.experts)),
+        (found.shares, routing.shares),
+        (own.rows, groups.rows),
+        (own.places, groups.places),
+        (own.ends, groups.ends),
+        (fused.join(results, groups.places, routing.shares), joined),
+    ]
+
+
+def _of_experts(probabilities: Tensor, experts: Tensor) -> Tensor:
+    """Those of the chosen; -1 for a number that is no expert's."""
+    is_expert = (experts >= 0) & (experts < probabilities.shape[1])
+    return probabilities.gather(1, experts.where(is_expert, 0)).where(is_expert, -1.0)
 
 
 @dataclass(frozen=True)

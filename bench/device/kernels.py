@@ -24,6 +24,7 @@ from services.gpu_worker.kernels.grouped_choice import grouped_product_for, torc
 from services.gpu_worker.kernels.grouped_product import grouped_product
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
+from services.gpu_worker.models.config import ExpertConfig
 from services.gpu_worker.models.projection import DenseProjection
 from services.gpu_worker.products.fp8 import Fp8Projection
 from services.gpu_worker.step_inputs import StepRow, build_step_inputs
@@ -66,6 +67,13 @@ def check_kernels(device: torch.device) -> Iterator[Outcome]:
         for case in kernel_cases.grouped_cases()
     ]
     yield _worst("products with experts", grouped)
+    experts = ExpertConfig(num_experts=128, num_chosen=8, intermediate_size=768, normalizes_shares=True, in_layers=())
+    steps = [
+        difference(found, expected) / (TOLERANCES[torch.bfloat16] if found.is_floating_point() else 1.0)
+        for num_tokens in (1, 16, 2048)
+        for found, expected in kernel_cases.expert_step_results(num_tokens, experts, torch.bfloat16, device)
+    ]
+    yield _worst("steps of experts", steps)
     if has_fp8:
         found, expected = kernel_cases.rounding_results(64, 5120, torch.bfloat16, device)
         off = float((found != expected).float().mean())

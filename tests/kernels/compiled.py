@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 from bench.device import kernel_cases
 from bench.device.kernel_cases import AttentionCase, GroupedCase, RotaryCase
 from services.gpu_worker.fp8 import E4M3, E5M2
+from services.gpu_worker.models.config import ExpertConfig
 
 CPU = torch.device("cpu")
 TARGETS = (80, 90)  # A100, H100 and H200
@@ -47,6 +48,8 @@ def main() -> None:
     kernel_cases.rounding_results(1, 17408, torch.bfloat16, CPU)
     for counts, dtype in (((1,) * 128, torch.bfloat16), ((128,) * 128, torch.bfloat16), ((64,) * 128, torch.float32)):
         kernel_cases.grouped_results(GroupedCase(counts, 64, 1536, dtype), CPU)
+    experts = ExpertConfig(num_experts=128, num_chosen=8, intermediate_size=768, normalizes_shares=True, in_layers=())
+    kernel_cases.expert_step_results(16, experts, torch.bfloat16, CPU)
     kernel_cases.rotary_results(RotaryCase(70, 9, 3, 64, dtype=torch.bfloat16), CPU)
     for kv_dtype in (E4M3, E5M2):
         kernel_cases.rotary_results(RotaryCase(3, 16, 8, 128, dtype=torch.bfloat16, kv_dtype=kv_dtype), CPU)

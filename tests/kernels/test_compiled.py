@@ -18,6 +18,9 @@ _KERNELS = {
     "_add_norm",
     "_gated",
     "_multiply_tile",
+    "_route",
+    "_group",
+    "_join",
 }
 
 

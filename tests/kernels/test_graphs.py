@@ -15,6 +15,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from bench.random_checkpoints import Shape, write_checkpoint
 from services.gpu_worker.attention.paged_triton import PagedTritonAttention
 from services.gpu_worker.attention.reference import ReferenceAttention
+from services.gpu_worker.kernels.expert_steps import FusedExpertSteps
 from services.gpu_worker.kernels.grouped_product import grouped_product
 from services.gpu_worker.kernels.operators import FusedOperators
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
@@ -89,7 +90,7 @@ def test_a_model_of_kernels_is_the_plain_model(name: str, request: pytest.Fixtur
         config = model.config
         shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, torch.float32)
         is_plain = isinstance(operators, PlainOperators)
-        weights = model.weights if is_plain else model.weights.with_grouped_product(grouped_product)
+        weights = model.weights if is_plain else model.weights.with_grouped_product(grouped_product, FusedExpertSteps())
         runner = ModelRunner(config, weights, KvCache(shape, 10, CPU), attention, operators)
         logits.append(runner.forward(mixed_inputs()))
     torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)

@@ -38,9 +38,10 @@ def with_fast_experts(weights: DecoderWeights[P], device: torch.device) -> Decod
     """The same model; on a CUDA device where Triton works, all experts of a layer are multiplied at once."""
     if device.type != "cuda" or triton_problem():
         return weights
-    from services.gpu_worker.kernels.grouped_choice import grouped_product_for  # only where Triton works
+    from services.gpu_worker.kernels.expert_steps import FusedExpertSteps  # only where Triton works
+    from services.gpu_worker.kernels.grouped_choice import grouped_product_for
 
-    return weights.with_grouped_product(grouped_product_for(device, weights.embedding.dtype))
+    return weights.with_grouped_product(grouped_product_for(device, weights.embedding.dtype), FusedExpertSteps())
 
 
 def rounding_for(device: torch.device) -> RoundRows:

@@ -7,11 +7,12 @@ expert is laid out in a form of its own there are no stacks, and experts are mul
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from services.gpu_worker.models.expert_steps import ExpertSteps, PlainExpertSteps
 from services.gpu_worker.models.projection import Projection
 
 P_co = TypeVar("P_co", bound=Projection, covariant=True)
@@ -44,11 +45,13 @@ class ExpertStacks:
         gate_up: [num_experts, 2 * width, hidden_size].
         down: [num_experts, hidden_size, width].
         product: how they are multiplied; None: it is not known how to do that at once.
+        steps: what is done around the products.
     """
 
     gate_up: Tensor
     down: Tensor
     product: GroupedProduct | None = None
+    steps: ExpertSteps = field(default_factory=PlainExpertSteps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +73,9 @@ class ExpertWeights(Generic[P_co]):
         changed = (Expert(change(expert.gate_up), change(expert.down)) for expert in self.experts)
         return ExpertWeights(self.router, tuple(changed), None)
 
-    def with_grouped_product(self, product: GroupedProduct) -> ExpertWeights[P_co]:
+    def with_grouped_product(self, product: GroupedProduct, steps: ExpertSteps) -> ExpertWeights[P_co]:
         """The same, multiplied at once; unchanged where there are no stacks."""
-        return self if self.stacks is None else replace(self, stacks=replace(self.stacks, product=product))
+        return self if self.stacks is None else replace(self, stacks=replace(self.stacks, product=product, steps=steps))
 
     @property
     def is_multiplied_at_once(self) -> bool:

@@ -1,40 +1,22 @@
 """gpu_worker: the feed-forward part of a decoder layer, dense or of experts.
 
 Experts are multiplied one after another, each with the tokens that chose it: the reference, and the way of CPUs, where
-each expert is in a form of its own. On a CUDA device tokens are sorted by expert and all experts multiplied at once;
-how many tokens each has stays on the device:
-
-    chosen    t0: 2 0    t1: 0 3    t2: 2 3          two of four experts for each of three tokens
-    by expert t0 t1 |  | t0 t2 | t1 t2               experts 0, 1, 2, 3
-    ends         2   2       4       6
+each expert is in a form of its own. On a CUDA device tokens are sorted by expert and all experts multiplied at once
+(`expert_steps`).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from services.gpu_worker.models.config import ExpertConfig, ModelConfig
+from services.gpu_worker.models.expert_steps import PlainExpertSteps, Routing
 from services.gpu_worker.models.expert_weights import Expert, ExpertStacks, ExpertWeights, GroupedProduct
 from services.gpu_worker.models.layer_weights import LayerWeights
 from services.gpu_worker.models.operators import Operators
 from services.gpu_worker.models.projection import Projection
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Which experts each token goes through.
-
-    Attributes:
-        experts: [num_tokens, num_chosen] int64, numbers of experts.
-        shares: [num_tokens, num_chosen], what their results are multiplied by, in the model's dtype.
-    """
-
-    experts: Tensor
-    shares: Tensor
 
 
 def feed_forward(x: Tensor, layer: LayerWeights[Projection], config: ModelConfig, operators: Operators) -> Tensor:
@@ -52,26 +34,16 @@ def _gated(x: Tensor, gate_up: Projection, down: Projection, operators: Operator
 
 
 def _mixed(x: Tensor, weights: ExpertWeights[Projection], config: ExpertConfig, operators: Operators) -> Tensor:
-    routing = route(x, weights.router, config)
     stacks = weights.stacks
     if stacks is None or stacks.product is None:
-        return mixed_one_by_one(x, weights.experts, routing, operators)
+        return mixed_one_by_one(x, weights.experts, route(x, weights.router, config), operators)
+    routing = stacks.steps.route(functional.linear(x, weights.router), config)
     return mixed_at_once(x, stacks, stacks.product, routing, operators)
 
 
 def route(x: Tensor, router: Tensor, config: ExpertConfig) -> Routing:
-    """Chooses the likeliest experts of each token; the softmax is over all experts, in float32.
-
-    Args:
-        x: [num_tokens, hidden_size].
-        router: [num_experts, hidden_size].
-        config: how many are chosen, and whether their shares add up to 1.
-    """
-    probabilities = functional.linear(x, router).softmax(dim=-1, dtype=torch.float32)  # [num_tokens, num_experts]
-    shares, experts = probabilities.topk(config.num_chosen, dim=-1)
-    if config.normalizes_shares:
-        shares = shares / shares.sum(dim=-1, keepdim=True)
-    return Routing(experts, shares.to(x.dtype))
+    """The experts of tokens [num_tokens, hidden_size], by a router [num_experts, hidden_size], the plain way."""
+    return PlainExpertSteps().route(functional.linear(x, router), config)
 
 
 def mixed_one_by_one(
@@ -94,11 +66,7 @@ def mixed_at_once(
     x: Tensor, stacks: ExpertStacks, product: GroupedProduct, routing: Routing, operators: Operators
 ) -> Tensor:
     """The same as `mixed_one_by_one`, in a number of launches that depends on no number of tokens."""
-    num_tokens, num_chosen = routing.experts.shape
-    by_expert, order = routing.experts.flatten().sort(stable=True)  # [num_tokens * num_chosen] each
-    numbers = torch.arange(len(stacks.gate_up), device=x.device)
-    ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)  # [num_experts]
-    rows = x.index_select(0, order.div(num_chosen, rounding_mode="floor"))
-    results = product(operators.gated(product(rows, stacks.gate_up, ends)), stacks.down, ends)
-    by_token = torch.empty_like(results).index_copy_(0, order, results).view(num_tokens, num_chosen, -1)
-    return (by_token * routing.shares[..., None]).sum(dim=1)
+    groups = stacks.steps.group(routing.experts, len(stacks.gate_up))
+    rows = x.index_select(0, groups.rows)  # [num_tokens * num_chosen, hidden_size]
+    inner = operators.gated(product(rows, stacks.gate_up, groups.ends))
+    return stacks.steps.join(product(inner, stacks.down, groups.ends), groups.places, routing.shares)

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from services.gpu_worker.models.expert_steps import ExpertSteps
 from services.gpu_worker.models.expert_weights import ExpertWeights, GroupedProduct
 from services.gpu_worker.models.projection import DenseProjection, Projection
 
@@ -95,10 +96,10 @@ class DecoderWeights(Generic[P_co]):
     head: P_co
     rotary_frequencies: Tensor
 
-    def with_grouped_product(self, product: GroupedProduct) -> DecoderWeights[P_co]:
+    def with_grouped_product(self, product: GroupedProduct, steps: ExpertSteps) -> DecoderWeights[P_co]:
         """The same model, with all experts of a layer multiplied at once where their matrices are stacked."""
         layers = (
-            replace(layer, experts=layer.experts.with_grouped_product(product)) if layer.experts else layer
+            replace(layer, experts=layer.experts.with_grouped_product(product, steps)) if layer.experts else layer
             for layer in self.layers
         )
         return replace(self, layers=tuple(layers))

@@ -14,8 +14,9 @@ from bench.random_checkpoints import write_checkpoint
 from services.gpu_worker.attention.reference import ReferenceAttention
 from services.gpu_worker.fit_check import activation_bytes
 from services.gpu_worker.models.config import ExpertConfig
+from services.gpu_worker.models.expert_steps import PlainExpertSteps, Routing
 from services.gpu_worker.models.expert_weights import Expert, ExpertStacks
-from services.gpu_worker.models.feed_forward import Routing, mixed_at_once, mixed_one_by_one, route
+from services.gpu_worker.models.feed_forward import mixed_at_once, mixed_one_by_one, route
 from services.gpu_worker.models.operators import PlainOperators
 from services.gpu_worker.models.projection import DenseProjection
 from services.gpu_worker.products.forms import CpuForms
@@ -62,7 +63,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def at_once(model: LoadedModel) -> LoadedModel:
-    return replace(model, weights=model.weights.with_grouped_product(plain_product))
+    return replace(model, weights=model.weights.with_grouped_product(plain_product, PlainExpertSteps()))
 
 
 @pytest.mark.parametrize("normalizes", [False, True])
