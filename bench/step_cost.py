@@ -11,25 +11,22 @@ step. The ratios compare medians of the same run; read them, not the millisecond
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
 
 from bench.provenance import provenance
+from bench.step_options import laid_out_model, step_parser
 from services.gpu_worker.attention import attention_for
 from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.held_rows import WorkerSizes
-from services.gpu_worker.host_limits import keep_freed_memory, num_cores
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.prepared_step import Spans
-from services.gpu_worker.products.forms import CpuForms
 from services.gpu_worker.proposals import Proposals
 from services.gpu_worker.row_lines import Picks
 from services.gpu_worker.sampler import sample
@@ -37,11 +34,8 @@ from services.gpu_worker.step_inputs import StepInputs
 from services.gpu_worker.step_launcher import StepLauncher
 from services.gpu_worker.step_work import RowOptions, StepMasks, StepOutput, StepWork
 from services.gpu_worker.uploads import upload_together
-from services.gpu_worker.weights import RunnableModel, load_laid_out
+from services.gpu_worker.weights import RunnableModel
 from services.gpu_worker.worker_state import WorkerState
-from services.launcher.models import resolve_model
-from services.model_files.source import open_model
-from services.runtime.config import Settings
 from services.wire.columns import pack_int32, unpack_int32
 from services.wire.request_params import SamplingParams
 from services.wire.steps import NewRow, StepPlan
@@ -181,23 +175,13 @@ def measure(rows: DecodingRows, num_rounds: int) -> Times:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("model", nargs="?", default=Settings().model)
+    parser = step_parser(__doc__, rounds=40)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32])
-    parser.add_argument("--context", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--threads", type=int, default=num_cores())
-    parser.add_argument("--numerics", choices=("exact", "fast"), default=Settings().numerics)
-    parser.add_argument("--out", type=Path, default=None, help="write the numbers as JSON")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    keep_freed_memory()  # as the worker does
     source = provenance()
     for key, value in source.items():
         print(f"{key}: {value}")
-    forms = CpuForms(options.numerics == "exact")
-    model = load_laid_out(open_model(resolve_model(options.model, Settings()).path), forms)
-    print(f"numerics {options.numerics}: {forms.description}; {options.threads} threads")
+    model, products = laid_out_model(options)
     results: dict[str, dict[str, float]] = {}
     print("\n| rows, sampling | step ms | without wishes ms | forward ms | step / without | step / forward |")
     print("|---|--:|--:|--:|--:|--:|")
@@ -219,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report = source | {
             "context": options.context,
             "threads": options.threads,
-            "products": forms.description,
+            "products": products,
             "milliseconds": results,
         }
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

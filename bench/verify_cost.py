@@ -10,22 +10,14 @@ On the CPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
-
-import torch
 
 from bench.provenance import provenance
 from bench.step_cost import DecodingRows
-from services.gpu_worker.host_limits import keep_freed_memory, num_cores
-from services.gpu_worker.products.forms import CpuForms
-from services.gpu_worker.weights import RunnableModel, load_laid_out
-from services.launcher.models import resolve_model
-from services.model_files.source import open_model
-from services.runtime.config import Settings
+from bench.step_options import laid_out_model, step_parser
+from services.gpu_worker.weights import RunnableModel
 
 _WARM_UP_ROUNDS = 3
 
@@ -40,23 +32,13 @@ def measure(model: RunnableModel, context: int, num_rounds: int, num_proposals: 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("model", nargs="?", default=Settings().model)
+    parser = step_parser(__doc__, rounds=20)
     parser.add_argument("--proposals", type=int, nargs="+", default=[1, 3, 7, 15])
-    parser.add_argument("--context", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=num_cores())
-    parser.add_argument("--numerics", choices=("exact", "fast"), default=Settings().numerics)
-    parser.add_argument("--out", type=Path, default=None, help="write the numbers as JSON")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    keep_freed_memory()  # as the worker does
     source = provenance()
     for key, value in source.items():
         print(f"{key}: {value}")
-    forms = CpuForms(options.numerics == "exact")
-    model = load_laid_out(open_model(resolve_model(options.model, Settings()).path), forms)
-    print(f"numerics {options.numerics}: {forms.description}; {options.threads} threads")
+    model, products = laid_out_model(options)
     print("\n| proposals | plain step ms | with proposals ms | ratio |")
     print("|--:|--:|--:|--:|")
     results: dict[str, dict[str, float]] = {}
@@ -65,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"| {num_proposals} | {plain:.2f} | {verified:.2f} | {verified / plain:.2f} |", flush=True)
         results[str(num_proposals)] = {"plain_ms": round(plain, 3), "verify_ms": round(verified, 3)}
     if options.out is not None:
-        report = source | {"context": options.context, "threads": options.threads, "products": forms.description}
+        report = source | {"context": options.context, "threads": options.threads, "products": products}
         report["milliseconds"] = results
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
