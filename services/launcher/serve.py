@@ -96,6 +96,9 @@ def _child_specs(roles: Sequence[Role], settings: Settings) -> list[ChildSpec]:
         Role.TOKENIZER: settings.num_tokenizers,
         Role.DETOKENIZER: settings.num_detokenizers,
     }
+    inherited = inherited_environment()
+    if is_group:  # its workers are no ranks of whatever group the launcher may be started in
+        inherited = {name: value for name, value in inherited.items() if name not in RANK_VARIABLES}
     # Where the ranks of each worker meet.
     meeting_ports = free_ports(settings.dp_size if settings.tp_size > 1 else 0)
     specs = []
@@ -109,7 +112,7 @@ def _child_specs(roles: Sequence[Role], settings: Settings) -> list[ChildSpec]:
             spec = ChildSpec(
                 name=f"{role}-{number}" if is_group else str(role),
                 command=(sys.executable, "-m", f"services.{role}"),
-                environment=inherited_environment(RANK_VARIABLES if is_group else ()) | own.as_environment(),
+                environment=inherited | own.as_environment(),
                 stop_order=0 if role == Role.TOKENIZER else 1,
                 kind=str(role),
             )

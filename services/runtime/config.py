@@ -14,7 +14,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -280,13 +280,9 @@ def set_library_variable(name: str, value: str) -> None:
     os.environ[name] = value
 
 
-def inherited_environment(without: Collection[str] = ()) -> dict[str, str]:
-    """The environment for a child, without our own settings and these variables."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_ENVIRONMENT_PREFIX) and name not in without
-    }
+def inherited_environment() -> dict[str, str]:
+    """The environment for a child, without our own settings."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_ENVIRONMENT_PREFIX)}
 
 
 def load_settings(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Settings:

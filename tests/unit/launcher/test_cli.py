@@ -135,6 +135,12 @@ def test_a_shared_model_has_a_process_for_each_rank() -> None:
     assert ports[0] == ports[1] != ports[2] == ports[3]
 
 
+def test_workers_of_a_server_are_no_ranks_of_what_it_was_started_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in rank_variables(1, 2, 4000).items():
+        monkeypatch.setenv(name, value)
+    assert all(rank_place(spec.environment) is None for spec in _child_specs(_START_ORDER, Settings()))
+
+
 def test_one_role_of_a_shared_model_is_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(tp_size=2)
     assert [spec.name for spec in _child_specs([Role.GPU_WORKER], settings)] == ["gpu_worker", "gpu_worker-rank-1"]

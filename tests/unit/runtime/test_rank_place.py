@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.runtime.config import SettingsError, inherited_environment
-from services.runtime.rank_place import RANK_VARIABLES, RankPlace, rank_place, rank_variables
+from services.runtime.config import SettingsError
+from services.runtime.rank_place import RankPlace, rank_place, rank_variables
 
 VARIABLES = {
     "RANK": "5",
@@ -49,10 +49,3 @@ def test_variables_that_cannot_be_are_named(changes: dict[str, str], problem: st
 
 def test_what_the_launcher_sets_is_read_back() -> None:
     assert rank_place(rank_variables(1, 2, 4000)) == RankPlace(1, 2, 1, 2, "127.0.0.1")
-
-
-def test_a_child_gets_no_place_that_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in VARIABLES.items():
-        monkeypatch.setenv(name, value)
-    assert inherited_environment()["RANK"] == "5"
-    assert not VARIABLES.keys() & inherited_environment(RANK_VARIABLES).keys()

@@ -57,7 +57,8 @@ def test_parts_of_4_bit_matrices_stay_on_their_grid(tmp_path: Path) -> None:
         forms = _Kept()
         split = functools.partial(split_model, rank=rank, size=2)
         own, shard = load_laid_out(files, forms, split=split), split(whole.config)
-        assert forms.num_on_grid == 3 * len(own.weights.layers)  # 48 columns of the down matrix are no whole groups
+        # The head, and of each layer all but the down matrix: 48 columns of it are no whole groups.
+        assert forms.num_on_grid == 1 + 3 * len(own.weights.layers)
         columns = slice(shard.queries.first * 16, shard.queries.end * 16)
         output, of_whole = own.weights.layers[0].output, whole.weights.layers[0].output
         assert isinstance(output, DenseProjection)
