@@ -84,7 +84,10 @@ class Follower:
                 continue
             if isinstance(found, Command):
                 return found
-            raise self._group.lost(found) from found
+            error = self._group.lost(found)
+            if self._group.is_ending:  # and was gone before its last command was read
+                return Command(Operation.STOP)
+            raise error from found
 
     def _do(self, command: Command) -> None:
         numbers, runner, group = command.numbers, self._runner, self._group

@@ -179,10 +179,15 @@ class RankGroup:
         return RankLostError(f"rank {self.place.rank} cannot go on: {first_line}" + (f" ({behind})" if behind else ""))
 
     def close(self) -> None:
-        """This rank ends as it should. Others that still start learn it from the watch."""
-        self._watch.let_leave()
+        """This rank ends as it should: rank 0 when it wants to, the others once it has said so.
+
+        Ranks that still start learn it from the watch, those that serve by a command too.
+        """
         if self.is_leading and self._is_serving:
             self.send(Command(Operation.STOP))
+        deadline_s = time.monotonic() + _BLAME_S
+        while not self.is_leading and not self.is_ending and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
         self._watch.close()
 
 

@@ -32,6 +32,7 @@ MEET_TIMEOUT_S = 600.0
 """How long ranks wait for each other at the start: hosts may be started by hand, one after another."""
 _CONNECT_TIMEOUT_S = 10.0
 _GREETING_TIMEOUT_S = 5.0
+_SEE_OFF_S = 1.0
 _TOKEN_BYTES = 16
 _GREETING = struct.Struct(f"<{_TOKEN_BYTES}sI")
 _FRAME = struct.Struct("<BI")
@@ -91,7 +92,7 @@ class Watch:
             end.setblocking(False)
         self._silence_limit_s = STARTING_SILENCE_LIMIT_S
         self._num_taken = 0
-        self._is_told_to_stop = self._may_leave = self._is_closing = False
+        self._is_told_to_stop = self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
         self._thread.start()
 
@@ -108,17 +109,16 @@ class Watch:
         behind = [f"rank {peer.rank}" for peer in self._peers if peer.num_taken < self._num_taken]
         return f"{' and '.join(behind)} did not come as far" if behind else ""
 
-    def let_leave(self) -> None:
-        """All are about to end as they should: whoever is gone from here on is not missed."""
-        self._may_leave = True
-
     def tell_stop(self) -> None:
         """This rank was told to stop: tells the others. Safe in a signal handler."""
         self._is_told_to_stop = True
         self._wake()
 
     def close(self) -> None:
-        """This rank ends as it should: tells the others, and ends the thread."""
+        """This rank ends as it should: tells the others, and ends the thread.
+
+        Rank 0 stays for a moment: what it has sent last would be lost with its connections.
+        """
         self._is_closing = True
         self._wake()
         self._thread.join()
@@ -141,8 +141,16 @@ class Watch:
             self._listen()
             self._look_at_silence()
         self._tell(_Kind.END, self._rank)
+        if self._rank == 0:
+            self._see_off()
         for peer in self._peers:
             peer.connection.close()
+
+    def _see_off(self) -> None:
+        """Waits until the others have ended too, for a short time."""
+        deadline_s = time.monotonic() + _SEE_OFF_S
+        while any(not peer.has_ended for peer in self._peers) and time.monotonic() < deadline_s:
+            self._listen()
 
     def _listen(self) -> None:
         here = {peer.connection: peer for peer in self._peers if not peer.has_ended}
@@ -193,7 +201,7 @@ class Watch:
                 self._lose(peer.rank, f"has said nothing for {limit_s:g} s")
 
     def _lose(self, rank: int, how: str) -> None:
-        if self._may_leave or self._is_closing:
+        if self._is_closing:
             return
         self._tell(_Kind.LOST, rank)
         self._events.on_lost(f"rank {rank} {how}")

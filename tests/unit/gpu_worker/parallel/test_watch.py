@@ -56,13 +56,12 @@ def meet(size: int) -> list[Rank]:
 def cut(rank: Rank) -> None:
     """Closes a rank's connections as the kernel does when a process dies."""
     for peer in rank.watch._peers:
+        peer.has_ended = True  # it is dead: it hears nothing and tells nobody
         peer.connection.shutdown(socket.SHUT_RDWR)
 
 
 def close_all(ranks: list[Rank]) -> None:
-    for rank in ranks:
-        rank.watch.let_leave()
-    for rank in ranks:
+    for rank in reversed(ranks):
         rank.watch.close()
 
 
@@ -74,7 +73,6 @@ def test_a_rank_that_dies_is_named_to_all(ranks: list[Rank]) -> None:
 
 
 def test_rank_0_that_dies_is_named(ranks: list[Rank]) -> None:
-    ranks[0].watch.let_leave()  # it is dead: it tells nobody
     cut(ranks[0])
     assert ranks[1].said() == ranks[2].said() == "rank 0 has ended: its connection is closed"
     close_all(ranks)
@@ -99,11 +97,12 @@ def test_who_is_told_to_stop_tells_rank_0(ranks: list[Rank]) -> None:
 
 
 def test_an_orderly_end_is_told_and_nobody_is_missed(ranks: list[Rank]) -> None:
-    ranks[0].watch.let_leave()
-    ranks[0].watch.close()
+    closing = threading.Thread(target=ranks[0].watch.close)
+    closing.start()
     for rank in ranks[1:]:
         assert rank.has_ended.wait(PATIENCE_S)
         rank.watch.close()
+    closing.join()
     assert all(rank.lost.empty() for rank in ranks)
 
 
