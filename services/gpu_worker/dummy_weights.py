@@ -11,30 +11,36 @@ import torch
 
 from services.gpu_worker.models.checkpoint_layout import allocate_weights, placements
 from services.gpu_worker.models.parse_config import parse_model_config
-from services.gpu_worker.weights import LoadedModel, LoadReport, default_dtype
+from services.gpu_worker.parallel.shards import undivided
+from services.gpu_worker.weights import LoadedModel, LoadReport, Split, default_dtype
 from services.model_files.source import ModelFiles
 
 _SPREAD = 0.02  # of most models before training: sums of any width stay small
 
 
 @torch.inference_mode()
-def dummy_model(files: ModelFiles, device: torch.device, dtype: torch.dtype | None = None) -> LoadedModel:
+def dummy_model(
+    files: ModelFiles, device: torch.device, dtype: torch.dtype | None = None, split: Split = undivided
+) -> LoadedModel:
     """The same numbers at every start, on every device of a kind.
 
     Args:
         files: config.json, or a GGUF file whose header has the configuration.
         device: where the weights go.
         dtype: of the weights; None: as `load_model` chooses.
+        split: which part of the model this process holds.
 
     Raises:
+        StartError: of `split`.
         ModelFileError: the configuration is not supported.
     """
     began = perf_counter()
-    config = parse_model_config(files)
-    weights = allocate_weights(config, dtype or default_dtype(config, device), device)
+    shard = split(parse_model_config(files))
+    layout = shard.layout
+    weights = allocate_weights(layout, dtype or default_dtype(layout, device), device)
     generator = torch.Generator(device).manual_seed(0)
     num_bytes = 0
-    for item in placements(config, weights):
+    for item in placements(layout, weights):
         num_bytes += item.target.nbytes
         if "norm" in item.name:
             item.target.fill_(1.0)
@@ -48,4 +54,4 @@ def dummy_model(files: ModelFiles, device: torch.device, dtype: torch.dtype | No
         place_s=0.0,
         total_s=perf_counter() - began,
     )
-    return LoadedModel(config, weights, report)
+    return LoadedModel(shard.config, weights, report)

@@ -23,9 +23,10 @@ from services.gpu_worker.memory import MemoryState, pool_size
 from services.gpu_worker.models.checkpoint_layout import allocate_weights, placements
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.models.parse_config import parse_model_config
+from services.gpu_worker.parallel.shards import Shard, split_model
+from services.gpu_worker.process_set_up import choose_device
 from services.gpu_worker.start_up import (
     choose_context,
-    choose_device,
     choose_dtype,
     forms_of,
     is_laid_out,
@@ -56,7 +57,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a model takes, in bytes, and whether that is there.
+    """What a model takes, in bytes, and whether that is there; of a shared model (`--tp-size`) the part of rank 0.
 
     `problem` is why it cannot run, "" when it can, and `remedy` what would help.
     """
@@ -100,28 +101,34 @@ def fit(settings: Settings, device: torch.device, host: Machine, is_config_only:
     except StartError as error:
         return Fit(problem=str(error), remedy="leave --dtype out, or set --numerics fast")
     try:
-        shape = _page_shape(settings, config, choose_kv_dtype(settings, device, dtype))
+        shard = split_model(config, 0, max(1, settings.tp_size))
+    except StartError as error:
+        return Fit(problem=str(error), remedy="set a lower --tp-size")
+    try:
+        shape = _page_shape(settings, shard.config, choose_kv_dtype(settings, device, dtype))
         eight = fp8_forms(settings, config, device, dtype, lambda: None)
     except StartError as error:
         return Fit(problem=str(error), remedy="leave --quantization and --kv-cache-dtype out, or run where they go")
-    sizes = _sizes(settings, config, dtype, shape, token_budget(settings, _USUAL_CHUNK_TOKENS[device.type], context))
+    sizes = _sizes(settings, shard, dtype, shape, token_budget(settings, _USUAL_CHUNK_TOKENS[device.type], context))
     sizes = dataclasses.replace(sizes, context=context)
     if eight is not None:
-        sizes = dataclasses.replace(sizes, weight_bytes=laid_out_bytes(config, eight, dtype=dtype))
+        sizes = dataclasses.replace(sizes, weight_bytes=laid_out_bytes(shard.layout, eight, dtype=dtype))
     elif is_laid_out(settings, device):
         grids = {} if is_config_only else grids_in(files)
-        sizes = dataclasses.replace(sizes, weight_bytes=laid_out_bytes(config, forms_of(settings), grids))
-    num_sharing = settings.dp_size if device.type == "cpu" else 1  # on CUDA each worker has a device of its own
+        sizes = dataclasses.replace(sizes, weight_bytes=laid_out_bytes(shard.layout, forms_of(settings), grids))
+    # On CUDA each worker, and each rank of one, has a device of its own.
+    num_sharing = settings.dp_size * shard.size if device.type == "cpu" else 1
     memory = MemoryState(
         total=host.total_bytes,
         available=max(0, host.available_bytes - num_sharing * sizes.weight_bytes),
         weights=sizes.weight_bytes,
         activations=sizes.activation_bytes,
         is_cpu=device.type == "cpu",
+        num_ranks=shard.size,
     )
     wanted = num_sharing * (sizes.weight_bytes + sizes.activation_bytes)
     if wanted > host.available_bytes:
-        of_whom = f" of {num_sharing} workers" if num_sharing > 1 else ""
+        of_whom = f" of {num_sharing} {'workers' if shard.size == 1 else 'processes'}" if num_sharing > 1 else ""
         problem = (
             f"weights and a step{of_whom} need {wanted / 1e9:.2f} GB, {host.available_bytes / 1e9:.2f} GB are free"
         )
@@ -151,11 +158,9 @@ def _for_pool(settings: Settings, memory: MemoryState, shape: KvCacheShape) -> s
     return smaller if settings.kv_cache_tokens else f"raise --mem-fraction-static, {smaller}"
 
 
-def _sizes(
-    settings: Settings, config: ModelConfig, dtype: torch.dtype, shape: KvCacheShape, num_step_tokens: int
-) -> Fit:
-    weights = allocate_weights(config, dtype, torch.device("meta"))
-    num_weights = sum(item.target.numel() for item in placements(config, weights))
+def _sizes(settings: Settings, shard: Shard, dtype: torch.dtype, shape: KvCacheShape, num_step_tokens: int) -> Fit:
+    config, weights = shard.config, allocate_weights(shard.layout, dtype, torch.device("meta"))
+    num_weights = sum(item.target.numel() for item in placements(shard.layout, weights))
     return Fit(
         model_type=config.model_type,
         dtype=str(dtype).removeprefix("torch."),

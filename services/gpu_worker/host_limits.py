@@ -11,12 +11,30 @@ import os
 import resource
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+
+from services.runtime.config import Settings
+from services.runtime.rank_place import RankPlace
 
 _CGROUP = Path("/sys/fs/cgroup")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _KEPT_BLOCK_BYTES = 64 * 2**20  # larger blocks come and go with the system
 _KEPT_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class HostShare:
+    """Which of the `count` worker processes of this host, [0, count), this one is: its device, its cores."""
+
+    index: int
+    count: int
+
+    @classmethod
+    def of(cls, settings: Settings, place: RankPlace | None) -> HostShare:
+        """Each of `--dp-size` workers has as many processes here as there are ranks of its group."""
+        local_rank, local_size = (0, 1) if place is None else (place.local_rank, place.local_size)
+        return cls(settings.dp_rank * local_size + local_rank, settings.dp_size * local_size)
 
 
 def num_cores(cgroup: Path = _CGROUP) -> int:

@@ -37,6 +37,7 @@ class MemoryState:
         weights: of the model.
         activations: most that a step takes and gives back.
         is_cpu: whether the device is the host.
+        num_ranks: processes of this host that share the model, and the host's memory.
     """
 
     total: int
@@ -44,6 +45,7 @@ class MemoryState:
     weights: int
     activations: int
     is_cpu: bool
+    num_ranks: int = 1
 
     @property
     def most_for_pool(self) -> int:
@@ -114,11 +116,12 @@ def pool_size(memory: MemoryState, shape: KvCacheShape, settings: Settings, max_
 
 
 def _share(memory: MemoryState, settings: Settings) -> int:
-    """Bytes for the pool when nobody says how many tokens it shall hold. Workers on one CPU share its memory."""
+    """Bytes for the pool when nobody says how many tokens it shall hold. Processes on one CPU share its memory."""
     fraction = settings.mem_fraction_static
     if memory.is_cpu:
         most, left = int(MAX_CPU_SHARE * memory.total), int(fraction * memory.available)
-        return min(most // settings.dp_size, left // settings.dp_size - memory.activations)
+        num_sharing = settings.dp_size * memory.num_ranks
+        return min(most // num_sharing, left // num_sharing - memory.activations)
     used = memory.total - memory.available
     return min(int(fraction * memory.total) - used, memory.most_for_pool)
 

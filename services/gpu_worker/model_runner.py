@@ -75,6 +75,10 @@ class ModelRunner:
         self._graphs = record_decode(decode, self.kv_cache, limits, device, pump)
         return self._graphs
 
+    def is_recorded(self, inputs: StepInputs) -> bool:
+        """Whether `states` will replay this step."""
+        return self._graphs is not None and self._graphs.covers(inputs)
+
     @torch.inference_mode()
     def states(self, inputs: StepInputs) -> States:
         """Computes a step: hidden states of its new tokens, and those at `sample_indices` after the final norm.
@@ -105,6 +109,10 @@ class ModelRunner:
     def logits(self, normed: Tensor) -> Tensor:
         """[n, vocab_size] float32 from [n, hidden_size]; the caller may change them."""
         return self._decoder.logits(normed)
+
+    def zero_pages(self, page_ids: Sequence[int]) -> None:
+        """See `KvCache.zero_pages`."""
+        self.kv_cache.zero_pages(page_ids)
 
     def zero_slots(self, slots: Sequence[int]) -> None:
         """See `KvCache.zero_slots`."""

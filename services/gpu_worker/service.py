@@ -17,11 +17,15 @@ from collections import deque
 
 from services.gpu_worker.copy_watcher import CopyWatcher
 from services.gpu_worker.instruments import WorkerInstruments
+from services.gpu_worker.parallel.following import follow
+from services.gpu_worker.parallel.group import RankGroup, meet
 from services.gpu_worker.plan_check import PlanError
+from services.gpu_worker.process_set_up import set_up_process
 from services.gpu_worker.scheduler_link import SchedulerLink, StopRequestedError
 from services.gpu_worker.start_up import ReadyWorker, start_up
 from services.gpu_worker.step_launcher import PendingStep
-from services.runtime.service import Process
+from services.runtime.rank_place import rank_place
+from services.runtime.service import Process, StartError
 from services.wire.members import State
 from services.wire.steps import StepPlan
 
@@ -135,11 +139,15 @@ class WorkerService:
 
 
 def main(process: Process) -> None:
-    """Loads the model while telling the scheduler so, then serves."""
+    """Loads the model while telling the scheduler so, then serves; or does what rank 0 of its group says."""
+    group = _meet_others(process)
+    if group is not None and not group.is_leading:
+        follow(process, group)
+        return
     link = SchedulerLink(process)
     is_friendly = False
     try:
-        worker = start_up(process.settings, link.pump)
+        worker = start_up(process.settings, link.pump, group)
         gc.collect()
         gc.freeze()  # the model lives as long as the process: no collection need look at it again
         try:
@@ -151,3 +159,24 @@ def main(process: Process) -> None:
         is_friendly = True
     finally:
         link.close(is_friendly)
+        if group is not None and is_friendly:
+            group.close()
+
+
+def _meet_others(process: Process) -> RankGroup | None:
+    """The group that this process is one rank of, once all are here; None: it is alone.
+
+    Raises:
+        StartError: they do not come, or are not as many as was asked for.
+    """
+    settings, place = process.settings, rank_place()
+    if place is None:
+        if settings.tp_size > 1:
+            raise StartError(
+                f"--tp-size {settings.tp_size}: nobody has told this process its rank (torchrun does, with as many "
+                "processes; tokenway serve starts them itself)"
+            )
+        return None
+    if settings.tp_size not in (0, place.size):
+        raise StartError(f"--tp-size {settings.tp_size}, but WORLD_SIZE is {place.size}")
+    return meet(place, set_up_process(settings, place), process.ask_to_stop)

@@ -6,9 +6,10 @@ told in one line (`StartError`).
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from services.gpu_worker.grammar_process import ChildSpec
 from services.gpu_worker.grammar_rows import GrammarRows
 from services.gpu_worker.graph_warm_up import graph_device, record_graphs
 from services.gpu_worker.held_rows import WorkerSizes
-from services.gpu_worker.host_limits import keep_freed_memory, keep_to_share, share_of_cores, stored_bytes_read
+from services.gpu_worker.host_limits import stored_bytes_read
 from services.gpu_worker.kernels import triton_problem, with_fast_experts
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.largest_step import run_largest_step
@@ -34,7 +35,13 @@ from services.gpu_worker.load_progress import LoadProgress
 from services.gpu_worker.memory import MemoryState, measure_memory, pool_size
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.models.config import ModelConfig
+from services.gpu_worker.models.operators import Operators
 from services.gpu_worker.models.parse_config import parse_model_config
+from services.gpu_worker.parallel.agreement import agreed_pages, facts_of
+from services.gpu_worker.parallel.group import RankGroup
+from services.gpu_worker.parallel.shard_runner import LeadingRunner, ShardRunner
+from services.gpu_worker.parallel.shards import split_model
+from services.gpu_worker.process_set_up import set_up_process
 from services.gpu_worker.products.forms import CpuForms
 from services.gpu_worker.products.kernels import has_fast_bfloat16
 from services.gpu_worker.roofline import Loaded, Roofline, measure_machine
@@ -70,30 +77,57 @@ class ReadyWorker:
     num_pool_bytes: int
 
 
-def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
-    """Makes a worker ready.
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """A model and what it runs with, before there is a pool for it.
+
+    Attributes:
+        model: its weights, or this rank's part of them.
+        loaded: how they came.
+        digest: tells its files from another's.
+        device: where it is.
+        attention, operators: how it is computed.
+        shape: of a KV page.
+        max_model_len: most tokens of a request.
+        group: the ranks that share the model; None: this process has all of it.
+    """
+
+    model: RunnableModel
+    loaded: Loaded
+    digest: str
+    device: torch.device
+    attention: AttentionBackend
+    operators: Operators
+    shape: KvCacheShape
+    max_model_len: int
+    group: RankGroup | None
+
+    def runner(self, num_pages: int) -> ModelRunner:
+        """A runner with a pool of its own; StartError where it cannot be allocated."""
+        model, kv_cache = self.model, _allocate(self.shape, num_pages, self.device)
+        if self.group is None:
+            return ModelRunner(model.config, model.weights, kv_cache, self.attention, self.operators)
+        kind = LeadingRunner if self.group.is_leading else ShardRunner
+        return kind(self.group, model.config, model.weights, kv_cache, self.attention, self.operators)
+
+
+def start_up(settings: Settings, pump: Callable[[], None], group: RankGroup | None = None) -> ReadyWorker:
+    """Makes a worker ready; of a group, rank 0.
 
     Args:
         settings: of the process; `model` is a path here.
         pump: called all the time while it lasts, to say that this process lives; may raise to give up.
+        group: the ranks that share the model.
 
     Raises:
         StartError: settings, files or memory are at fault; one line that names what.
+        RankLostError: another rank is gone.
     """
-    if settings.dp_rank >= settings.dp_size:
-        raise StartError(f"--dp-rank must be less than --dp-size, {settings.dp_size}, not {settings.dp_rank}")
-    device = choose_device(settings)
-    set_up_threads(settings, device)
-    keep_freed_memory()
-    model, digest, loaded = _load(settings, device, pump)
-    config, weights = model.config, with_fast_experts(model.weights, device)
-    max_model_len = choose_context(settings, config)
+    parts = load_parts(settings, pump, group)
+    device, shape, max_model_len = parts.device, parts.shape, parts.max_model_len
+    config, weights = parts.model.config, parts.model.weights
     dtype = weights.embedding.dtype
-    kv_dtype = choose_kv_dtype(settings, device, dtype)
-    shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, kv_dtype)
-    attention = _attention(settings, AttentionTask(device, dtype, shape, config.num_heads))
-    operators = operators_for(device)
-    bare = ModelRunner(config, weights, KvCache(shape, 0, device), attention, operators)
+    bare = parts.runner(0)
     machine = measure_machine(device, device_name(device), product_dtype(settings, device, dtype))
     measured = warm_up(bare, pump, max_model_len, max(0, settings.chunked_prefill_size))
     logger.info(
@@ -102,13 +136,9 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
     )  # fmt: skip
     memory = _measure(settings, bare, measured, max_model_len, weights.num_bytes)
     pump()
-    pool = pool_size(memory, shape, settings, max_model_len)
-    for line in pool.lines:
-        logger.info(line)
-    kv_cache = _allocate(shape, pool.num_pages, device)
-    sizes = WorkerSizes(
-        settings.max_running_requests, max_model_len, config.vocab_size, settings.page_size, pool.num_pages
-    )
+    num_pages = _num_pages(parts, memory, settings)
+    runner = parts.runner(num_pages)
+    sizes = WorkerSizes(settings.max_running_requests, max_model_len, config.vocab_size, settings.page_size, num_pages)
     compiler = GrammarCompiler(
         ChildSpec(settings.model, config.vocab_size, settings.grammar_timeout_s, settings.grammar_memory_mb)
     )
@@ -118,49 +148,55 @@ def start_up(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
         vocab_size=config.vocab_size,
         logits_width=config.vocab_size,
         page_size=settings.page_size,
-        num_pages=pool.num_pages,
+        num_pages=num_pages,
         max_model_len=max_model_len,
         max_rows=settings.max_running_requests,
         chunk_tokens=measured.chunk_tokens,
         chunk_ms=1000 * measured.chunk_s,
-        model_digest=digest,
+        model_digest=parts.digest,
         chunk_context=measured.chunk_context,
     )
-    runner = ModelRunner(config, weights, kv_cache, attention, operators)
     if graphs := graph_device(settings, runner):
         record_graphs(runner, GraphLimits(settings.max_running_requests, max_model_len), graphs, pump)
+    if group is not None:
+        group.serve()
     launcher = StepLauncher(runner, state)
     kv_bytes_per_token = shape.bytes_per_page // shape.page_size
-    roofline = Roofline(machine, loaded, ModelCost(config, weights, kv_bytes_per_token))
-    return ReadyWorker(launcher, state, grammars, card, roofline, kv_bytes_per_token, kv_cache.num_bytes)
+    own = replace(config, vocab_size=len(weights.embedding))  # of a shared model what this rank computes
+    roofline = Roofline(machine, parts.loaded, ModelCost(own, weights, kv_bytes_per_token))
+    return ReadyWorker(launcher, state, grammars, card, roofline, kv_bytes_per_token, runner.kv_cache.num_bytes)
 
 
-def choose_device(settings: Settings) -> torch.device:
-    """The device; StartError when CUDA is asked for and there is none, or none for this one of several workers."""
-    has_cuda = torch.cuda.is_available()
-    if settings.device == "cuda" and not has_cuda:
-        raise StartError("--device cuda: torch finds no CUDA device (--device cpu runs everywhere)")
-    is_cuda = has_cuda and settings.device != "cpu"
-    if not is_cuda:
-        return torch.device("cpu")
-    if settings.dp_size > 1 and settings.dp_rank >= torch.cuda.device_count():
-        raise StartError(
-            f"--dp-size {settings.dp_size}: each worker takes a CUDA device of its own, torch finds "
-            f"{torch.cuda.device_count()}"
-        )
-    return torch.device("cuda", settings.dp_rank if settings.dp_size > 1 else torch.cuda.current_device())
+def load_parts(settings: Settings, pump: Callable[[], None], group: RankGroup | None) -> ModelParts:
+    """Loads a model, or this rank's part of it, and agrees with the other ranks that they have the same one."""
+    device = set_up_process(settings) if group is None else group.device
+    model, digest, loaded = _load(settings, device, pump, group)
+    config, dtype = model.config, model.weights.embedding.dtype
+    kv_dtype = choose_kv_dtype(settings, device, dtype)
+    shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, kv_dtype)
+    if group is not None:
+        group.agree(facts_of(settings, digest, device, dtype), pump)
+    return ModelParts(
+        model=replace(model, weights=with_fast_experts(model.weights, device)),
+        loaded=loaded,
+        digest=digest,
+        device=device,
+        attention=_attention(settings, AttentionTask(device, dtype, shape, config.num_heads)),
+        operators=operators_for(device),
+        shape=shape,
+        max_model_len=choose_context(settings, config),
+        group=group,
+    )
 
 
-def set_up_threads(settings: Settings, device: torch.device) -> None:
-    """Gives the CPU kernels their threads; a second pool beside them would only take their cores away.
-
-    Workers on one CPU share its cores: each has a part of its own.
-    """
-    torch.set_num_threads(settings.num_threads or share_of_cores(settings.dp_size))
-    if device.type == "cpu":
-        keep_to_share(settings.dp_rank, settings.dp_size)
-    if torch.get_num_interop_threads() != 1:
-        torch.set_num_interop_threads(1)
+def _num_pages(parts: ModelParts, memory: MemoryState, settings: Settings) -> int:
+    """Of the pool."""
+    if parts.group is not None:
+        return agreed_pages(parts.group, memory, parts.shape, settings, parts.max_model_len)
+    pool = pool_size(memory, parts.shape, settings, parts.max_model_len)
+    for line in pool.lines:
+        logger.info(line)
+    return pool.num_pages
 
 
 def choose_context(settings: Settings, config: ModelConfig) -> int:
@@ -209,9 +245,13 @@ def forms_of(settings: Settings, pump: Callable[[], None] = lambda: None) -> Cpu
     return CpuForms(settings.numerics == "exact", int(settings.cpu_copies_gb * 1e9), pump)
 
 
-def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) -> tuple[RunnableModel, str, Loaded]:
-    """The model, what tells its files from another's, and how it came."""
+def _load(
+    settings: Settings, device: torch.device, pump: Callable[[], None], group: RankGroup | None
+) -> tuple[RunnableModel, str, Loaded]:
+    """The model or this rank's part of it, what tells its files from another's, and how it came."""
     dtype, forms, stored = choose_dtype(settings), forms_of(settings, pump), stored_bytes_read()
+    rank, size = (0, 1) if group is None else (group.place.rank, group.place.size)
+    split = functools.partial(split_model, rank=rank, size=size)
     try:
         files = open_model(settings.model)
         config = parse_model_config(files)
@@ -219,15 +259,15 @@ def _load(settings: Settings, device: torch.device, pump: Callable[[], None]) ->
         with LoadProgress(files.path.name, pump) as progress:
             if settings.load_format == "dummy":
                 logger.warning("--load-format dummy: random weights, answers mean nothing")
-                plain = dummy_model(files, device, dtype)
+                plain = dummy_model(files, device, dtype, split)
                 weights = plain.weights if eight is None else eight.of_all(plain.weights)
                 model = RunnableModel(plain.config, weights, plain.report)
             elif eight is not None:
-                model = load_laid_out(files, eight, progress, (torch.bfloat16, device))
+                model = load_laid_out(files, eight, progress, (torch.bfloat16, device), split)
             elif is_laid_out(settings, device):
-                model = load_laid_out(files, forms, progress)
+                model = load_laid_out(files, forms, progress, split=split)
             else:
-                plain = load_model(files, device, dtype, progress)
+                plain = load_model(files, device, dtype, progress, split)
                 model = RunnableModel(plain.config, plain.weights, plain.report)
         loaded = Loaded(model.report, None if stored is None else (stored_bytes_read() or 0) - stored)
         digest = model_digest(files)

@@ -35,6 +35,7 @@ from services.gpu_worker.step_work import StepMasks, StepOutput
 from services.gpu_worker.uploads import Int64s, upload
 from services.gpu_worker.worker_state import WorkerState
 from services.runtime.logs import about
+from services.runtime.service import GroupLostError
 from services.wire.finish import Finish
 from services.wire.steps import StepPlan, StepResult
 
@@ -126,6 +127,7 @@ class StepLauncher:
 
         Raises:
             PlanError: the plan does not fit what is held here.
+            GroupLostError: other ranks that share the model are gone.
         """
         clock = StepClock(self._device)
         step = self._state.prepare(plan)
@@ -133,7 +135,7 @@ class StepLauncher:
             clock.stop()
             return PendingStep(plan, None, clock)
         if step.pages_to_clear:
-            self._runner.kv_cache.zero_pages(step.pages_to_clear)
+            self._runner.zero_pages(step.pages_to_clear)
         in_flight = self._compute(plan, step, clock)
         clock.stop()
         if step.has_grammar:
@@ -214,9 +216,11 @@ class StepLauncher:
         return self._state.options.run(work, self._runner, hidden, logits)
 
     def _attempt(self, run: Callable[[], _Result], what: str, request_id: bytes = b"") -> _Result | None:
-        """What it gives, or None when it raised; an error after which the device cannot be used any more is raised."""
+        """What it gives, or None when it raised; an error after which device or ranks cannot go on is raised."""
         try:
             return run()
+        except GroupLostError:
+            raise
         except Exception as error:
             if self._device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
                 raise

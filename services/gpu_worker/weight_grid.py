@@ -48,6 +48,15 @@ class WeightGrid:
         """The same rows in another order."""
         return WeightGrid(reorder(self.codes), reorder(self.scales), reorder(self.minimums), self.num_bits)
 
+    def columns(self, first: int, count: int) -> WeightGrid:
+        """Some columns of all rows, whole groups."""
+        if count == self.codes.shape[1]:
+            return self
+        groups = slice(first // GROUP, (first + count) // GROUP)
+        codes = self.codes[:, first : first + count].contiguous()
+        scales, minimums = self.scales[:, groups].contiguous(), self.minimums[:, groups].contiguous()
+        return WeightGrid(codes, scales, minimums, self.num_bits)
+
 
 def stacked(parts: Sequence[WeightGrid]) -> WeightGrid | None:
     """The rows of several matrices of one width, one after another; None where their codes are not of one size."""

@@ -28,12 +28,16 @@ from services.gpu_worker.models.layer_weights import DecoderWeights, LayerWeight
 from services.gpu_worker.models.parse_config import packed_format, parse_model_config
 from services.gpu_worker.models.projection import DenseProjection, Projection
 from services.gpu_worker.models.registry import FAMILIES
+from services.gpu_worker.parallel.shards import Shard, undivided
 from services.gpu_worker.weight_grid import WeightGrid, stacked
 from services.gpu_worker.weight_sources.packed_files import PackedFiles
 from services.gpu_worker.weight_sources.safetensors_files import SafetensorsFiles
 from services.gpu_worker.weight_sources.source import LoadMeter, WeightSource
 from services.model_files.errors import ModelFileError
 from services.model_files.source import ModelFiles
+
+Split = Callable[[ModelConfig], Shard]
+"""Which part of a model, by its configuration, this process holds."""
 
 Place = tuple[torch.dtype, torch.device]
 CPU_FLOAT32: Place = (torch.float32, torch.device("cpu"))
@@ -109,6 +113,7 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype | None = None,
     progress: Callable[[int, int], None] = lambda num_bytes, num_bytes_total: None,
+    split: Split = undivided,
 ) -> LoadedModel:
     """Loads a model as plain matrices.
 
@@ -118,18 +123,20 @@ def load_model(
         dtype: of the weights; None: float32 on the CPU, elsewhere what the checkpoint says it is in (bfloat16 where it
             does not say).
         progress: called with (bytes read, bytes to read) as reading goes on.
+        split: which part of the model this process holds; no more than it is kept in memory.
 
     Raises:
+        StartError: of `split`.
         ModelFileError: the configuration is not supported; a tensor is missing, left over, misshapen or holds a value
             that is not finite; a file is missing, damaged or truncated. Names the file and the field or tensor.
     """
-    reader = _Reader(files, progress)
-    config = reader.config
-    weights = allocate_weights(config, dtype or default_dtype(config, device), device)
+    reader = _Reader(files, progress, split)
+    layout = reader.shard.layout
+    weights = allocate_weights(layout, dtype or default_dtype(layout, device), device)
     with torch.inference_mode():
-        for item in placements(config, weights):
+        for item in placements(layout, weights):
             reader.load(item)
-    return LoadedModel(config, weights, reader.report())
+    return LoadedModel(reader.shard.config, weights, reader.report())
 
 
 def load_laid_out(
@@ -137,6 +144,7 @@ def load_laid_out(
     forms: Forms,
     progress: Callable[[int, int], None] = lambda num_bytes, num_bytes_total: None,
     place: Place = CPU_FLOAT32,
+    split: Split = undivided,
 ) -> RunnableModel:
     """Loads a model, each matrix in the form in which it runs.
 
@@ -148,12 +156,13 @@ def load_laid_out(
         forms: what becomes of each matrix.
         progress: see `load_model`.
         place: dtype and device of the plain matrices that forms are made of.
+        split: see `load_model`.
 
     Raises:
-        ModelFileError: see `load_model`.
+        StartError, ModelFileError: see `load_model`.
     """
-    reader = _Reader(files, progress)
-    config = reader.config
+    reader = _Reader(files, progress, split)
+    config = reader.shard.layout
     outside = allocate_outside(config, *place)
     with torch.inference_mode():
         items = list(outside_placements(config, outside))
@@ -165,7 +174,7 @@ def load_laid_out(
             layers.append(_laid_out(reader, layer, list(layer_placements(config, layer, index)), forms))
         forms.settle()
     weights = DecoderWeights(outside.embedding, tuple(layers), outside.final_norm, head, outside.rotary_frequencies)
-    return RunnableModel(config, weights, reader.report())
+    return RunnableModel(reader.shard.config, weights, reader.report())
 
 
 def grids_in(files: ModelFiles) -> dict[str, int]:
@@ -203,28 +212,40 @@ def laid_out_bytes(
 class _Reader:
     """Reads the tensors of one model, and knows how that went."""
 
-    def __init__(self, files: ModelFiles, progress: Callable[[int, int], None]) -> None:
+    def __init__(self, files: ModelFiles, progress: Callable[[int, int], None], split: Split) -> None:
         """Reads the configuration and the headers, and compares them; see `load_model`."""
         self._started = perf_counter()
-        self.config = parse_model_config(files)
-        self._source = _open_source(files, self.config)
-        _check_tensors(self._source, self.config)
-        wanted = [self._source.tensors[item.name] for item in _expected(self.config)]
-        self._meter = LoadMeter(sum(tensor.num_bytes for tensor in wanted), progress)
+        config = parse_model_config(files)
+        self._source = _open_source(files, config)
+        _check_tensors(self._source, config)
+        self.shard = split(config)
+        self._meter = LoadMeter(sum(self._num_bytes(item) for item in _expected(self.shard.layout)), progress)
+
+    def _num_bytes(self, item: Placement) -> int:
+        """Bytes that will be read for it."""
+        part = self.shard.part(item.name)
+        return part.num_bytes(self._source.tensors[item.name], tuple(item.target.shape)) if part else 0
 
     def load(self, item: Placement) -> None:
         """Fills a tensor's place."""
-        self._source.load(item.name, item.target, self._meter)
+        part = self.shard.part(item.name)
+        if part is None:
+            item.target.zero_()
+            return
+        self._source.load(item.name, item.target, self._meter, part)
         self._require_finite(item)
 
     def load_form(self, item: Placement, forms: Forms) -> WeightGrid | None:
         """Likewise; the grid, where the file holds the tensor on one that is of use."""
         num_bits = self._source.grid_bits(item.name)
-        if num_bits is None or not forms.reads_grid(num_bits):
+        part = self.shard.part(item.name)
+        grid = None
+        if part is not None and num_bits is not None and forms.reads_grid(num_bits):
+            grid = self._source.load_grid(item.name, item.target, self._meter, part)
+        if grid is None:
             self.load(item)
-            return None
-        grid = self._source.load_grid(item.name, item.target, self._meter)
-        self._require_finite(item)
+        else:
+            self._require_finite(item)
         return grid
 
     def _require_finite(self, item: Placement) -> None:

@@ -8,6 +8,7 @@ tokenizers in and keeps every later launcher out. It never listens, so no connec
 from __future__ import annotations
 
 import socket
+from contextlib import ExitStack
 
 from services.runtime.listening import REUSED, SHARED, listen_addresses
 
@@ -26,3 +27,12 @@ def reserve_port(host: str, port: int) -> socket.socket:
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     reserved.setsockopt(*SHARED)
     return reserved
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this host alone that nobody has now; who binds one does so soon, and may find it taken."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]

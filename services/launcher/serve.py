@@ -11,7 +11,7 @@ from pathlib import Path
 
 from services.launcher.child import ChildSpec
 from services.launcher.models import resolve_model
-from services.launcher.port import reserve_port
+from services.launcher.port import free_ports, reserve_port
 from services.launcher.progress import Entrance, HttpStartup, SilentStartup
 from services.launcher.run_directory import given_run_directory, new_run_directory, shared_run_directory
 from services.launcher.supervisor import Startup, Stop, Supervisor
@@ -24,6 +24,7 @@ from services.runtime.config import (
     inherited_environment,
     load_settings,
 )
+from services.runtime.rank_place import RANK_VARIABLES, rank_place, rank_variables
 from services.runtime.service import StartError
 from services.wire.members import Role
 
@@ -95,6 +96,11 @@ def _child_specs(roles: Sequence[Role], settings: Settings) -> list[ChildSpec]:
         Role.TOKENIZER: settings.num_tokenizers,
         Role.DETOKENIZER: settings.num_detokenizers,
     }
+    inherited = inherited_environment()
+    if is_group:  # its workers are no ranks of whatever group the launcher may be started in
+        inherited = {name: value for name, value in inherited.items() if name not in RANK_VARIABLES}
+    # Where the ranks of each worker meet.
+    meeting_ports = free_ports(settings.dp_size if settings.tp_size > 1 else 0)
     specs = []
     for role in roles:
         for number in range(counts.get(role, 1) if is_group else 1):
@@ -103,15 +109,27 @@ def _child_specs(roles: Sequence[Role], settings: Settings) -> list[ChildSpec]:
                 own = dataclasses.replace(own, dp_rank=number)
             if role != Role.TOKENIZER:  # nobody else need know them
                 own = own.without_secrets()
-            specs.append(
-                ChildSpec(
-                    name=f"{role}-{number}" if is_group else str(role),
-                    command=(sys.executable, "-m", f"services.{role}"),
-                    environment=inherited_environment() | own.as_environment(),
-                    stop_order=0 if role == Role.TOKENIZER else 1,
-                    kind=str(role),
-                )
+            spec = ChildSpec(
+                name=f"{role}-{number}" if is_group else str(role),
+                command=(sys.executable, "-m", f"services.{role}"),
+                environment=inherited | own.as_environment(),
+                stop_order=0 if role == Role.TOKENIZER else 1,
+                kind=str(role),
             )
+            has_ranks = role == Role.GPU_WORKER and settings.tp_size > 1 and (is_group or rank_place() is None)
+            specs += _ranks(spec, own, meeting_ports[number]) if has_ranks else [spec]
+    return specs
+
+
+def _ranks(worker: ChildSpec, settings: Settings, port: int) -> list[ChildSpec]:
+    """The processes of a worker whose model is shared: each gets what torchrun would tell it."""
+    specs = []
+    for rank in range(settings.tp_size):
+        instance = f"{settings.instance}-rank-{rank}" if rank else settings.instance
+        own = dataclasses.replace(settings, instance=instance.removeprefix("-"))
+        variables = own.as_environment() | rank_variables(rank, settings.tp_size, port)
+        name = f"{worker.name}-rank-{rank}" if rank else worker.name
+        specs.append(dataclasses.replace(worker, name=name, environment=dict(worker.environment) | variables))
     return specs
 
 

@@ -120,7 +120,9 @@ class Supervisor:
             self._stop(_IN_HASTE, EXIT_INTERRUPTED)
 
     def _bury_the_dead(self) -> None:
-        for child in [child for child in self._children if child.has_ended()]:
+        dead = [child for child in self._children if child.has_ended()]
+        # What could not start has told why; others that ended at the same time did so because of it.
+        for child in sorted(dead, key=lambda child: child.status != EXIT_BAD_START):
             self._children.remove(child)
             self._stop_reading(child)
             self._output.pass_on(child.finish())

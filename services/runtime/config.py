@@ -111,6 +111,7 @@ class Settings:
     num_detokenizers: int = setting(1, "detokenizer processes")
     dp_size: int = setting(1, "worker processes of this host, each with the whole model")
     dp_rank: int = setting(0, "which of these a worker is: its CUDA device, its share of cores and memory")
+    tp_size: int = setting(0, "processes that share one model (0: as many as torchrun has started, else one)")
     scheduler_endpoint: str = setting(
         "", "ipc://PATH or tcp://HOST:PORT of the scheduler (default: in the run directory)"
     )
@@ -221,6 +222,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("num_detokenizers", 1, 64),
     ("dp_size", 1, 64),
     ("dp_rank", 0, 63),
+    ("tp_size", 0, 64),
     ("drain_timeout_s", 0, 86400),
     ("page_size", 1, 1024),
     ("kv_cache_tokens", 0, 2**31 - 1),
@@ -266,6 +268,11 @@ def client_api_key() -> str:
 def wants_no_color() -> bool:
     """Whether the person asked every program for output without colours (https://no-color.org)."""
     return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+
+
+def variables(*names: str) -> dict[str, str]:
+    """Those of these variables that are set and not empty: what other programs tell this process, or its libraries."""
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def set_library_variable(name: str, value: str) -> None:

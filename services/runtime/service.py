@@ -77,6 +77,14 @@ class Process:
     """What a health check looks at; None without a run directory."""
     _parent: int = field(default_factory=os.getppid)
 
+    def ask_to_stop(self) -> None:
+        """Stopping begins, unless it has begun. Safe in a signal handler; in a thread if `on_stop` is."""
+        if self.is_stopping:
+            return
+        self.is_stopping = True
+        if self.on_stop is not None:
+            self.on_stop()
+
     def end_with_parent(self) -> None:
         """Raises OrphanError when the parent has died: the way to notice it where the kernel sends no signal."""
         if os.getppid() != self._parent:
@@ -191,11 +199,7 @@ def _install_signals(process: Process) -> None:
         if signum in seen:
             os._exit(128 + signum)
         seen.add(signum)
-        if process.is_stopping:
-            return
-        process.is_stopping = True
-        if process.on_stop is not None:
-            process.on_stop()
+        process.ask_to_stop()
 
     def hurry(signum: int, frame: FrameType | None) -> None:
         process.is_hurried = True

@@ -41,12 +41,15 @@ class RoleGroup:
 
 
 @contextmanager
-def running_roles(command: Sequence[str], model: Path, **settings: object) -> Iterator[RoleGroup]:
+def running_roles(
+    command: Sequence[str], model: Path, worker_command: Sequence[str] = (), **settings: object
+) -> Iterator[RoleGroup]:
     """One process of each role, ready, and gone afterwards.
 
     Args:
         command: the arguments for Python that start a process, such as `-m`, `package.{role}`.
         model: the model's file or folder.
+        worker_command: those that start the worker, where it is another.
         settings: as in Settings.
     """
     group, urls = RoleGroup(), queue.Queue[str]()
@@ -55,7 +58,8 @@ def running_roles(command: Sequence[str], model: Path, **settings: object) -> It
         variables = environment(model=model, run_dir=directory, instance="0", port=0, **settings)
         try:
             for role in Role:
-                words = [word.format(role=role) for word in command]
+                chosen = worker_command if worker_command and role is Role.GPU_WORKER else command
+                words = [word.format(role=role) for word in chosen]
                 group.processes[role] = process = subprocess.Popen(
                     [sys.executable, *words], env=variables, text=True, encoding="utf-8", errors="replace",
                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

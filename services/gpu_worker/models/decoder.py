@@ -6,6 +6,7 @@ apart from the layers, because few tokens need them: those that sample, and the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,11 +32,13 @@ class Decoder:
         config: the model.
         weights: its weights.
         operators: see `Operators`.
+        embed: vectors of ids, from these and the embedding.
     """
 
     config: ModelConfig
     weights: DecoderWeights[Projection]
     operators: Operators
+    embed: Callable[[Tensor, Tensor], Tensor] = functional.embedding
 
     def layers(self, inputs: StepInputs, attention: StepAttention) -> Tensor:
         """Runs the new tokens of a step through the layers; their keys and values are stored on the way.
@@ -48,7 +51,7 @@ class Decoder:
             [num_tokens, hidden_size], before the final norm.
         """
         config, weights, operators = self.config, self.weights, self.operators
-        hidden = functional.embedding(inputs.input_ids, weights.embedding)  # [num_tokens, hidden_size]
+        hidden = self.embed(inputs.input_ids, weights.embedding)  # [num_tokens, hidden_size]
         scale = config.rotary.attention_scale
         cos_sin = rotary_cos_sin(weights.rotary_frequencies, scale, inputs.positions, hidden.dtype)
         project_qkv = FAMILIES[config.model_type].project_qkv

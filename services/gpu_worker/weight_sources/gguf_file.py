@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from services.gpu_worker.quantization import BlockFormat, block_format
-from services.gpu_worker.weight_grid import WeightGrid, grid_bits, read_grid
-from services.gpu_worker.weight_sources.source import LoadMeter, StoredTensor
+from services.gpu_worker.weight_grid import GROUP, WeightGrid, grid_bits, read_grid
+from services.gpu_worker.weight_sources.source import WHOLE, LoadMeter, Part, StoredTensor
 from services.model_files.errors import ModelFileError
 from services.model_files.gguf_metadata import GgufHeader, TensorEntry
 
@@ -72,33 +72,40 @@ class GgufFile:
             for name, part in _parts(tensor):
                 self._formats[name], self.tensors[name] = layout, part
 
-    def load(self, name: str, target: Tensor, meter: LoadMeter) -> None:
+    def load(self, name: str, target: Tensor, meter: LoadMeter, part: Part = WHOLE) -> None:
         """See `WeightSource.load`. A few rows at a time are read, decoded and put in their place."""
         tensor, layout = self.tensors[name], self._formats[name]
         head_dim = self._interleaved_head_dim if _INTERLEAVED.search(name) else None
-        rows = target if target.dim() > 1 or head_dim else target[None]  # a vector is one row, unless heads are in it
-        row_length = rows[0].numel()
+        if target.dim() == 1:  # short, and a part of it need not be whole blocks
+            vector = self._decode(tensor, layout, 0, tensor.shape[0], meter)
+            vector = _deinterleave(vector, head_dim) if head_dim else vector
+            meter.place(vector[part.first_row : part.first_row + len(target)], target)
+            return
+        row_length, num_columns = tensor.shape[1], target.shape[1]
         rows_at_once = max(1, _BLOCK_WEIGHTS // row_length)
         if head_dim:
             rows_at_once = -(-rows_at_once // head_dim) * head_dim
-        for start in range(0, len(rows), rows_at_once):
-            part = rows[start : start + rows_at_once]
-            block = self._decode(tensor, layout, start * row_length, part.numel(), meter).view(part.shape)
-            meter.place(_deinterleave(block, head_dim) if head_dim else block, part)
+        for start in range(0, len(target), rows_at_once):
+            rows = target[start : start + rows_at_once]
+            first = (part.first_row + start) * row_length
+            block = self._decode(tensor, layout, first, len(rows) * row_length, meter).view(len(rows), row_length)
+            block = _deinterleave(block, head_dim) if head_dim else block
+            meter.place(block[:, part.first_column : part.first_column + num_columns], rows)
 
     def grid_bits(self, name: str) -> int | None:
         """See `WeightSource.grid_bits`."""
         return grid_bits(self._formats[name].name) if len(self.tensors[name].shape) == 2 else None
 
-    def load_grid(self, name: str, target: Tensor, meter: LoadMeter) -> WeightGrid | None:
+    def load_grid(self, name: str, target: Tensor, meter: LoadMeter, part: Part = WHOLE) -> WeightGrid | None:
         """See `WeightSource.load_grid`."""
         tensor, layout = self.tensors[name], self._formats[name]
-        if self.grid_bits(name) is None:
+        if self.grid_bits(name) is None or part.first_column % GROUP or target.shape[1] % GROUP:
             return None
-        raw = torch.empty(tensor.num_bytes, dtype=torch.uint8)
-        meter.read(tensor, 0, raw)
+        row_bytes = tensor.num_bytes // tensor.shape[0]
+        raw = torch.empty(row_bytes * len(target), dtype=torch.uint8)
+        meter.read(tensor, part.first_row * row_bytes, raw)
         started = perf_counter()
-        grid = read_grid(layout.name, raw, target.shape[1])
+        grid = read_grid(layout.name, raw, tensor.shape[1]).columns(part.first_column, target.shape[1])
         head_dim = self._interleaved_head_dim
         if head_dim and _INTERLEAVED.search(name):
             grid = grid.map_rows(lambda rows: _deinterleave(rows, head_dim))

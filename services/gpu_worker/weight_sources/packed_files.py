@@ -15,9 +15,9 @@ from torch import Tensor
 
 from services.gpu_worker.packed_checkpoints.codes import GRID_BITS, Decoded, keeps_neighbours
 from services.gpu_worker.packed_checkpoints.packed_format import FLOATS, PackedFormat, StoredPart
-from services.gpu_worker.weight_grid import WeightGrid
+from services.gpu_worker.weight_grid import GROUP, WeightGrid
 from services.gpu_worker.weight_sources.safetensors_files import PACKED_DTYPES, SafetensorsFiles
-from services.gpu_worker.weight_sources.source import LoadMeter, StoredTensor
+from services.gpu_worker.weight_sources.source import WHOLE, LoadMeter, Part, StoredTensor
 
 Parts = Mapping[str, StoredPart]
 
@@ -45,16 +45,18 @@ class PackedFiles:
         rest = {name: tensor for name, tensor in self._files.tensors.items() if name not in used}
         self.tensors |= {name: self._as_plain(name, tensor) for name, tensor in rest.items()}
 
-    def load(self, name: str, target: Tensor, meter: LoadMeter) -> None:
-        """See `WeightSource.load`. A packed matrix is decoded as a whole."""
+    def load(self, name: str, target: Tensor, meter: LoadMeter, part: Part = WHOLE) -> None:
+        """See `WeightSource.load`. A packed matrix is decoded as a whole, even where a part of it is wanted."""
         if name not in self._packed:
-            self._files.load(name, target, meter)
+            self._files.load(name, target, meter, part)
             return
         decoded = self._decoded(name, meter)
         started = perf_counter()
         values = decoded.values()
         meter.decode_s += perf_counter() - started
-        meter.place(values, target)
+        num_rows, num_columns = target.shape
+        rows = values[part.first_row : part.first_row + num_rows]
+        meter.place(rows[:, part.first_column : part.first_column + num_columns], target)
 
     def grid_bits(self, name: str) -> int | None:
         """See `WeightSource.grid_bits`."""
@@ -66,14 +68,17 @@ class PackedFiles:
             return None
         return GRID_BITS
 
-    def load_grid(self, name: str, target: Tensor, meter: LoadMeter) -> WeightGrid | None:
+    def load_grid(self, name: str, target: Tensor, meter: LoadMeter, part: Part = WHOLE) -> WeightGrid | None:
         """See `WeightSource.load_grid`."""
-        if self.grid_bits(name) is None:
+        num_rows, num_columns = target.shape
+        if self.grid_bits(name) is None or part.first_column % GROUP or num_columns % GROUP:
             return None
         decoded = self._decoded(name, meter)
         started = perf_counter()
         grid = decoded.grid()
         assert grid is not None
+        grid = grid.map_rows(lambda rows: rows[part.first_row : part.first_row + num_rows])
+        grid = grid.columns(part.first_column, num_columns)
         values = grid.values()
         meter.decode_s += perf_counter() - started
         meter.place(values, target)
@@ -104,7 +109,9 @@ class PackedFiles:
         num_bytes = sum(stored.tensor.num_bytes for stored in parts.values())
         shape = form.shape(parts)
         self._packed[f"{stem}.weight"] = parts
-        self.tensors[f"{stem}.weight"] = StoredTensor(marker.name_in_file, marker.file, shape, marker.start, num_bytes)
+        self.tensors[f"{stem}.weight"] = StoredTensor(
+            marker.name_in_file, marker.file, shape, marker.start, num_bytes, is_read_whole=True
+        )
         return {f"{stem}.{part}" for part in parts}
 
     def _as_plain(self, name: str, tensor: StoredTensor) -> StoredTensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from services.gpu_worker.weight_grid import WeightGrid
-from services.gpu_worker.weight_sources.source import BLOCK_BYTES, LoadMeter, StoredTensor
+from services.gpu_worker.weight_sources.source import BLOCK_BYTES, WHOLE, LoadMeter, Part, StoredTensor
 from services.model_files.errors import ModelFileError
 from services.model_files.source import read_json_object
 
@@ -63,12 +63,28 @@ class SafetensorsFiles:
         else:
             raise ModelFileError(folder, _nothing_to_read(folder))
 
-    def load(self, name: str, target: Tensor, meter: LoadMeter) -> None:
+    def load(self, name: str, target: Tensor, meter: LoadMeter, part: Part = WHOLE) -> None:
         """See `WeightSource.load`. Same dtype, on the CPU: read in place; else through a buffer of bounded size."""
+        tensor = self.tensors[name]
+        row_length = math.prod(tensor.shape[1:])
+        if target[0].numel() == row_length:
+            self._load_rows(name, target, meter, part.first_row * row_length)
+            return
+        dtype, (num_rows, num_columns) = self._dtypes[name], target.shape
+        rows_at_once = max(1, BLOCK_BYTES // (row_length * dtype.itemsize))
+        buffer = torch.empty(min(rows_at_once, num_rows), row_length, dtype=dtype)
+        for start in range(0, num_rows, rows_at_once):
+            rows = target[start : start + rows_at_once]
+            block = buffer[: len(rows)]
+            meter.read(tensor, (part.first_row + start) * row_length * dtype.itemsize, block.view(-1).view(torch.uint8))
+            meter.place(block[:, part.first_column : part.first_column + num_columns], rows)
+
+    def _load_rows(self, name: str, target: Tensor, meter: LoadMeter, first: int) -> None:
+        """Numbers from the one numbered `first` on: whole rows lie one after another."""
         tensor, dtype = self.tensors[name], self._dtypes[name]
         flat = target.view(-1)
         if flat.dtype == dtype and flat.device.type == "cpu":
-            meter.read(tensor, 0, flat.view(torch.uint8))
+            meter.read(tensor, first * dtype.itemsize, flat.view(torch.uint8))
             meter.num_bytes_placed += flat.nbytes
             return
         block_length = BLOCK_BYTES // dtype.itemsize
@@ -77,7 +93,7 @@ class SafetensorsFiles:
         for start in range(0, len(flat), block_length):
             part = flat[start : start + block_length]
             block = buffer[: len(part)]
-            meter.read(tensor, start * dtype.itemsize, block.view(torch.uint8))
+            meter.read(tensor, (first + start) * dtype.itemsize, block.view(torch.uint8))
             meter.place(block, part)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -95,7 +111,7 @@ class SafetensorsFiles:
         """See `WeightSource.grid_bits`: these files hold plain numbers."""
         return None
 
-    def load_grid(self, name: str, target: Tensor, meter: LoadMeter) -> WeightGrid | None:
+    def load_grid(self, name: str, target: Tensor, meter: LoadMeter, part: Part = WHOLE) -> WeightGrid | None:
         """See `WeightSource.load_grid`: these files hold plain numbers."""
         return None
 

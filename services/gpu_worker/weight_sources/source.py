@@ -29,6 +29,7 @@ class StoredTensor:
         start: first byte in the file.
         num_bytes: bytes in the file.
         may_be_left: whether a model may do without it, because it says nothing about weights.
+        is_read_whole: whether all of it is read, however little of it is wanted.
     """
 
     name_in_file: str
@@ -37,6 +38,7 @@ class StoredTensor:
     start: int
     num_bytes: int
     may_be_left: bool = False
+    is_read_whole: bool = False
 
     def left_out(self) -> StoredTensor:
         """The same, as one that a model may do without."""
@@ -45,6 +47,29 @@ class StoredTensor:
     def error(self, problem: str) -> ModelFileError:
         """An error that names the file and the tensor."""
         return ModelFileError(self.file, f"tensor {self.name_in_file}: {problem}")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a stored matrix or vector: as many rows and columns as its target has, from these on.
+
+    Attributes:
+        first_row: of a vector the first element; in a matrix of heads the first row of a head.
+        first_column: 0 in a vector.
+    """
+
+    first_row: int = 0
+    first_column: int = 0
+
+    def num_bytes(self, tensor: StoredTensor, shape: tuple[int, ...]) -> int:
+        """Bytes that are read for a target of this shape: whole rows, whatever columns of them it wants."""
+        if tensor.is_read_whole:
+            return tensor.num_bytes
+        return tensor.num_bytes // tensor.shape[0] * shape[0]
+
+
+WHOLE = Part()
+"""All of it."""
 
 
 @dataclass(slots=True)
@@ -115,8 +140,8 @@ class WeightSource(Protocol):
     def tensors(self) -> Mapping[str, StoredTensor]:
         """What there is, by checkpoint name; read from headers only."""
 
-    def load(self, name: str, target: Tensor, meter: LoadMeter) -> None:
-        """Fills `target`, of the tensor's shape, in any float dtype, on any device.
+    def load(self, name: str, target: Tensor, meter: LoadMeter, part: Part = WHOLE) -> None:
+        """Fills `target`, of the tensor's shape or that of a part of it, in any float dtype, on any device.
 
         Raises:
             ModelFileError: the file ends too early or cannot be read.
@@ -125,8 +150,8 @@ class WeightSource(Protocol):
     def grid_bits(self, name: str) -> int | None:
         """Bits of a code, of a matrix that the file holds on a grid; None: of no other tensor."""
 
-    def load_grid(self, name: str, target: Tensor, meter: LoadMeter) -> WeightGrid | None:
+    def load_grid(self, name: str, target: Tensor, meter: LoadMeter, part: Part = WHOLE) -> WeightGrid | None:
         """As `load`, of a matrix in float32 on the CPU that the file holds on a grid; returns the grid.
 
-        Where the file does not hold it so, nothing is read and None is returned.
+        Where the file does not hold it so, or the part cuts through groups, nothing is read and None is returned.
         """

@@ -14,7 +14,8 @@ import torch
 from services.gpu_worker import host_limits
 from services.gpu_worker.kv_cache import KvCacheShape
 from services.gpu_worker.memory import MemoryState, measure_memory, pool_size
-from services.gpu_worker.start_up import choose_device, token_budget
+from services.gpu_worker.process_set_up import choose_device
+from services.gpu_worker.start_up import token_budget
 from services.runtime.config import Settings
 from services.runtime.service import StartError
 

@@ -13,6 +13,7 @@ import torch
 from services.gpu_worker import service
 from services.gpu_worker import start_up as ready
 from services.gpu_worker.model_runner import ModelRunner
+from services.gpu_worker.parallel.group import RankGroup
 from services.gpu_worker.plan_check import PlanError
 from services.gpu_worker.start_up import ReadyWorker
 from services.gpu_worker.step_inputs import StepInputs
@@ -47,10 +48,10 @@ def has_welcomed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     event = threading.Event()
     start_up = ready.start_up
 
-    def start_late(settings: Settings, pump: Callable[[], None]) -> ReadyWorker:
+    def start_late(settings: Settings, pump: Callable[[], None], group: RankGroup | None) -> ReadyWorker:
         while not event.wait(0.01):
             pump()
-        return start_up(settings, pump)
+        return start_up(settings, pump, group)
 
     monkeypatch.setattr(service, "start_up", start_late)
     return event

@@ -15,6 +15,8 @@ import pytest
 from services.launcher.cli import COMMANDS
 from services.launcher.serve import _START_ORDER, _child_specs
 from services.runtime.config import Settings
+from services.runtime.rank_place import rank_place, rank_variables
+from services.wire.members import Role
 
 _ROOT = Path(__file__).parents[3]
 
@@ -119,3 +121,30 @@ def test_each_worker_is_told_which_it_is_and_stands_in_for_the_others() -> None:
     assert told == [{"DP_RANK": rank, "DP_SIZE": "3"} for rank in (None, "1", "2")]
     assert all("TOKENWAY_API_KEY" not in spec.environment for spec in workers)
     assert [spec.kind for spec in specs].count("detokenizer") == 2
+
+
+def test_a_shared_model_has_a_process_for_each_rank() -> None:
+    specs = [spec for spec in _child_specs(_START_ORDER, Settings(dp_size=2, tp_size=2)) if spec.kind == "gpu_worker"]
+    names = ["gpu_worker-0", "gpu_worker-0-rank-1", "gpu_worker-1", "gpu_worker-1-rank-1"]
+    assert [spec.name for spec in specs] == names
+    places = [rank_place(spec.environment) for spec in specs]
+    assert [(place.rank, place.size, place.local_rank) for place in places if place] == [(0, 2, 0), (1, 2, 1)] * 2
+    assert [spec.environment.get("TOKENWAY_DP_RANK", "0") for spec in specs] == ["0", "0", "1", "1"]
+    assert [spec.environment["TOKENWAY_INSTANCE"] for spec in specs] == ["0", "0-rank-1", "1", "1-rank-1"]
+    ports = [spec.environment["MASTER_PORT"] for spec in specs]
+    assert ports[0] == ports[1] != ports[2] == ports[3]
+
+
+def test_workers_of_a_server_are_no_ranks_of_what_it_was_started_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in rank_variables(1, 2, 4000).items():
+        monkeypatch.setenv(name, value)
+    assert all(rank_place(spec.environment) is None for spec in _child_specs(_START_ORDER, Settings()))
+
+
+def test_one_role_of_a_shared_model_is_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(tp_size=2)
+    assert [spec.name for spec in _child_specs([Role.GPU_WORKER], settings)] == ["gpu_worker", "gpu_worker-rank-1"]
+    for name, value in rank_variables(1, 2, 4000).items():
+        monkeypatch.setenv(name, value)
+    (only,) = _child_specs([Role.GPU_WORKER], settings)  # torchrun has said which rank it is
+    assert rank_place(only.environment) == rank_place(rank_variables(1, 2, 4000))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -136,6 +137,26 @@ def test_prc_10_the_last_line_says_why_whatever_the_others_say_while_they_end(st
     assert group.finish(10) == 2
     reason = "tokenway: cannot start: gpu_worker: /models/模型: is empty"
     assert [line for line in group.lines if not line.startswith("up")] == [reason, "so long", "so long", reason]
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux tells when somebody else's child has ended")
+def test_what_cannot_start_is_to_blame_for_what_has_died_of_it(start: Start, tmp_path: Path) -> None:
+    gates = [tmp_path / "0", tmp_path / "1"]
+    for gate in gates:
+        os.mkfifo(gate)
+    ends = "import os; print('up', os.getpid()); open({!r}).read(); print({!r}); raise SystemExit({})"
+    victim = ends.format(str(gates[0]), "the other one is gone", 1)
+    group = start(victim, ends.format(str(gates[1]), "tokenway gpu_worker: no such model", 2))
+    ends_of_children = [os.pidfd_open(process_id) for process_id in group.process_ids(2)]
+    group.process.send_signal(signal.SIGSTOP)  # both have ended when it looks
+    for gate in gates:
+        gate.write_text("go on")
+    for end in ends_of_children:
+        assert select.select([end], [], [], 20)[0]
+        os.close(end)
+    group.process.send_signal(signal.SIGCONT)
+    assert group.finish(10) == 2
+    assert group.lines[-1] == "tokenway: cannot start: gpu_worker: no such model"
 
 
 def test_prc_01_the_last_line_names_the_child_that_died_in_service(start: Start) -> None:
