@@ -43,10 +43,11 @@ class Combination:
 
 _ALL = len(_ANSWERS)  # at least the sixteen at once that are promised
 _VALUES = ((1, 16), (0, 1), (16, 512), (False, True), (1, _ALL))
-# One at a time takes longest: it stands in two rows only, and where two processes that share the tests begin.
+# One at a time takes longest: it stands in two rows only, the first, which one of two processes takes while the other
+# takes the rest. One waits for memory and the other computes.
 _PAIRWISE = [
     tuple(values[int(bit)] for values, bit in zip(_VALUES, row, strict=True))
-    for row in ("00000", "11101", "11110", "10011", "01011", "00101")
+    for row in ("00000", "11110", "11101", "10011", "01011", "00101")
 ]
 
 
