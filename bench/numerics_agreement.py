@@ -1,6 +1,6 @@
 """How far `--numerics fast` is from `exact`: next-token distributions of the same texts, and the greedy texts of both.
 
-    python -m bench.numerics_agreement [MODEL] [--texts 16] [--tokens 64] [--out FILE]
+    python -m bench.numerics_agreement [MODEL] [--texts 16] [--tokens 64] [--quantization int8] [--out FILE]
 
 Texts are continued greedily in exact numerics. Of every position of them, prompt and continuation, both ways give a
 distribution over the next token: what is told is the mean Kullback-Leibler divergence of fast from exact in nats, its
@@ -25,6 +25,7 @@ from bench.draw_stability import BEGINNINGS
 from bench.provenance import provenance
 from services.gpu_worker.attention import attention_for
 from services.gpu_worker.fused_operators import operators_for
+from services.gpu_worker.integer_weights import INTEGERS, rounded
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.models.config import ModelConfig
@@ -119,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("model", nargs="?", default="smollm2:135m")
     parser.add_argument("--texts", type=int, default=len(BEGINNINGS), help=f"1 to {len(BEGINNINGS)}")
     parser.add_argument("--tokens", type=int, default=64, help="of each continuation")
+    parser.add_argument("--quantization", choices=("none", *INTEGERS), default="none", help="of the fast model")
     parser.add_argument("--out", type=Path, default=None, help="write the numbers as JSON")
     options = parser.parse_args(arguments)
     if not 1 <= options.texts <= len(BEGINNINGS) or options.tokens < 1:
@@ -127,7 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for key, value in source.items():
         print(f"{key}: {value}")
     files = open_model(resolve_model(options.model, Settings()).path)
-    model, forms = load_model(files, _CPU, torch.float32), CpuForms(is_exact=False)
+    model = load_model(files, _CPU, torch.float32)
+    forms = rounded(CpuForms(is_exact=False), Settings(quantization=options.quantization), model.config)
     fast_model = load_laid_out(files, forms)
     tokenizer = load_tokenizer(files).tokenizer
     prompts = [tokenizer.encode(text).ids for text in BEGINNINGS[: options.texts]]
@@ -156,6 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.out is not None:
         report = source | {
             "fast": forms.description,
+            "quantization": options.quantization,
             "positions": len(found["at_once"].divergences),
             **{name: agreement.numbers for name, agreement in found.items()},
             "texts": len(prompts),

@@ -18,6 +18,7 @@ import torch
 
 from services.gpu_worker.eight_bits import choose_kv_dtype, fp8_forms
 from services.gpu_worker.host_limits import available_memory_bytes, num_cores, total_memory_bytes
+from services.gpu_worker.integer_weights import check_rounding, rounded
 from services.gpu_worker.kv_cache import KvCacheShape
 from services.gpu_worker.memory import MemoryState, pool_size
 from services.gpu_worker.models.checkpoint_layout import allocate_weights, placements
@@ -106,6 +107,7 @@ def fit(settings: Settings, device: torch.device, host: Machine, is_config_only:
         return Fit(problem=str(error), remedy="set a lower --tp-size")
     try:
         shape = _page_shape(settings, shard.config, choose_kv_dtype(settings, device, dtype))
+        check_rounding(settings, device)
         eight = fp8_forms(settings, config, device, dtype, lambda: None)
     except StartError as error:
         return Fit(problem=str(error), remedy="leave --quantization and --kv-cache-dtype out, or run where they go")
@@ -115,7 +117,8 @@ def fit(settings: Settings, device: torch.device, host: Machine, is_config_only:
         sizes = dataclasses.replace(sizes, weight_bytes=laid_out_bytes(shard.layout, eight, dtype=dtype))
     elif is_laid_out(settings, device):
         grids = {} if is_config_only else grids_in(files)
-        sizes = dataclasses.replace(sizes, weight_bytes=laid_out_bytes(shard.layout, forms_of(settings), grids))
+        forms = rounded(forms_of(settings), settings, shard.layout)
+        sizes = dataclasses.replace(sizes, weight_bytes=laid_out_bytes(shard.layout, forms, grids))
     # On CUDA each worker, and each rank of one, has a device of its own.
     num_sharing = settings.dp_size * shard.size if device.type == "cpu" else 1
     memory = MemoryState(

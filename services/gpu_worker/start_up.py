@@ -28,6 +28,7 @@ from services.gpu_worker.grammar_rows import GrammarRows
 from services.gpu_worker.graph_warm_up import graph_device, record_graphs
 from services.gpu_worker.held_rows import WorkerSizes
 from services.gpu_worker.host_limits import stored_bytes_read
+from services.gpu_worker.integer_weights import check_rounding, rounded
 from services.gpu_worker.kernels import triton_problem, with_fast_experts
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.largest_step import run_largest_step
@@ -170,6 +171,7 @@ def start_up(settings: Settings, pump: Callable[[], None], group: RankGroup | No
 def load_parts(settings: Settings, pump: Callable[[], None], group: RankGroup | None) -> ModelParts:
     """Loads a model, or this rank's part of it, and agrees with the other ranks that they have the same one."""
     device = set_up_process(settings) if group is None else group.device
+    check_rounding(settings, device)
     model, digest, loaded = _load(settings, device, pump, group)
     config, dtype = model.config, model.weights.embedding.dtype
     kv_dtype = choose_kv_dtype(settings, device, dtype)
@@ -249,12 +251,13 @@ def _load(
     settings: Settings, device: torch.device, pump: Callable[[], None], group: RankGroup | None
 ) -> tuple[RunnableModel, str, Loaded]:
     """The model or this rank's part of it, what tells its files from another's, and how it came."""
-    dtype, forms, stored = choose_dtype(settings), forms_of(settings, pump), stored_bytes_read()
+    dtype, stored = choose_dtype(settings), stored_bytes_read()
     rank, size = (0, 1) if group is None else (group.place.rank, group.place.size)
     split = functools.partial(split_model, rank=rank, size=size)
     try:
         files = open_model(settings.model)
         config = parse_model_config(files)
+        forms = rounded(forms_of(settings, pump), settings, split(config).layout, pump)
         eight = fp8_forms(settings, config, device, dtype or default_dtype(config, device), pump)
         with LoadProgress(files.path.name, pump) as progress:
             if settings.load_format == "dummy":
