@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 from services.wire.errors import ProtocolError
@@ -35,8 +36,14 @@ def plus_int32(column: bytes, number: int) -> bytes:
     """
     if not number:
         return column
-    ones = int.from_bytes(_ONE * (len(column) // 4), "little")
-    return (int.from_bytes(column, "little") + number * ones).to_bytes(len(column), "little")
+    sums = int.from_bytes(column, "little") + number * _ones(len(column) // 4)
+    return sums.to_bytes(len(column), "little")
+
+
+@lru_cache(maxsize=16)
+def _ones(num_items: int) -> int:
+    """An int32 column of ones, as one integer."""
+    return int.from_bytes(_ONE * num_items, "little")
 
 
 def unpack_int32(column: bytes) -> list[int]:

@@ -32,7 +32,7 @@ _STRINGS = {0xD9: 1, 0xDA: 2, 0xDB: 4}
 _SHORT_BYTES, _MEDIUM_BYTES, _LONG_BYTES = 0xC4, 0xC5, 0xC6  # lengths of 1, 2 and 4 bytes
 _ARRAYS = {0xDC: 2, 0xDD: 4}
 _MAPS = {0xDE: 2, 0xDF: 4}
-_read_float64 = struct.Struct(">d").unpack
+_read_float64, _read_float64_at = struct.Struct(">d").unpack, struct.Struct(">d").unpack_from
 
 
 class BytesRule(NamedTuple):
@@ -197,11 +197,15 @@ class Reader:
             end = start + length
             is_usual = kind == 0xD9 or 0 <= length <= 0x1F
             if is_usual and length <= most_bytes and end + 9 <= num_bytes and frame[end] == _FLOAT64:  # nearly always
-                self._position = end
                 name = frame[start:end].decode()
+                value: float = _read_float64_at(frame, end + 1)[0]
+                if not math.isfinite(value):
+                    raise ProtocolError(f"{value} is not finite")
+                self._position = end + 9
             else:
                 name = self.string(most_bytes)
-            entries[name] = self.number()
+                value = self.number()
+            entries[name] = value
         return entries
 
     def array_header(self, most: int) -> int:
