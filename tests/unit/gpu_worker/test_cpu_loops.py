@@ -156,7 +156,8 @@ def test_a_product_with_codes_rounds_inputs_and_nothing_else(
     bias = spread * random(seed + 2, out)
     assert fits_grid_loop(grid)
     expected = naive_product(x, grid) + bias
-    allowed = 1e-5 * spread * columns
+    # A number half-way between two codes may be rounded to either.
+    allowed = 1e-5 * spread * columns + 2 * float(x.abs().max() / LARGEST * grid.values().abs().max())
     torch.testing.assert_close(GridProjection(grid, bias)(x).double(), expected, rtol=1e-5, atol=allowed)
 
 
