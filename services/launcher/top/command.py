@@ -80,13 +80,18 @@ def run(arguments: Sequence[str]) -> int:
 class Group:
     """A server that is asked again and again."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, now_s: Callable[[], float] = time.monotonic) -> None:
         """Asks for the model's name.
+
+        Args:
+            client: of the server.
+            now_s: the time, in seconds since some moment.
 
         Raises:
             ResponseError: it does not answer, or wants a key.
         """
         self._client = client
+        self._now_s = now_s
         self._model = client.first_model()
         self._looks: deque[tuple[float, Samples]] = deque(maxlen=_WINDOW_TEXTS)
 
@@ -97,10 +102,10 @@ class Group:
             CommandError: it does not answer, or not with metrics of ours.
         """
         samples = Samples(self._client.text("/metrics"))
-        now_s = time.monotonic()
+        at_s = self._now_s()
         before_s, before = self._looks[0] if self._looks else (None, None)
-        self._looks.append((now_s, samples))
-        window = Window(samples, before, None if before_s is None else now_s - before_s)
+        self._looks.append((at_s, samples))
+        window = Window(samples, before, None if before_s is None else at_s - before_s)
         return View.of(self._client.address.url, self._model, window)
 
 

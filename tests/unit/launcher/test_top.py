@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 from pathlib import Path
@@ -176,13 +177,12 @@ class Shown(list[str]):
         self.append(str(renderable))
 
 
-def test_a_live_view_goes_on_while_the_server_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = iter(range(0, 100, 2))
-    monkeypatch.setattr("services.launcher.top.command.time.monotonic", lambda: float(next(now_s)))
+def test_a_live_view_goes_on_while_the_server_is_away() -> None:
+    now_s = itertools.count(0.0, 2.0)
     shown = Shown()
     with openai_server() as server:
         serving(RECORDED, server)
-        group = Group(Client(ServerAddress.parse(server.url)))
+        group = Group(Client(ServerAddress.parse(server.url)), now_s.__next__)
 
         def wait() -> None:
             if len(shown) == 1:

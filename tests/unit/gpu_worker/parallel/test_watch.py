@@ -57,6 +57,7 @@ def cut(rank: Rank) -> None:
     """Closes a rank's connections as the kernel does when a process dies."""
     for peer in rank.watch._peers:
         peer.has_ended = True  # it is dead: it hears nothing and tells nobody
+    for peer in rank.watch._peers:
         peer.connection.shutdown(socket.SHUT_RDWR)
 
 
