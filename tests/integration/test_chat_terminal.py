@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.surface, pytest.mark.timeout(300)]
 PROMPT = ">>> "
 PATIENCE_S = 120.0
 COLUMNS = 44
-ENDLESS = ["--set", "temperature=0", "--set", "max_tokens=2000", "--system", "Count: 1, 2, 3 and so on. Never stop."]
+ENDLESS = ["--set", "temperature=0", "--set", "max_tokens=4000", "--set", "ignore_eos=true"]
 
 
 class Person:

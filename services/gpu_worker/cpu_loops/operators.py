@@ -14,6 +14,11 @@ from services.gpu_worker.models.operators import PlainOperators
 _LARGE = 32768  # numbers from which on a loop is shared between threads: some ten microseconds of one
 
 
+def _has_rows(x: Tensor) -> bool:
+    """Whether what belongs to a token lies side by side: [num_tokens, width] or [num_tokens, heads, width]."""
+    return (x.dim() == 2 and x.stride(1) == 1) or (x.dim() == 3 and x.stride()[1:] == (x.shape[2], 1))
+
+
 class LoopOperators:
     """The `Operators` for a CPU in float32; other dtypes go the plain way."""
 
@@ -25,7 +30,7 @@ class LoopOperators:
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Operators.norm`."""
-        if x.dtype != torch.float32 or x.dim() not in (2, 3) or x.stride()[1:] != x[0].contiguous().stride():
+        if x.dtype != torch.float32 or not _has_rows(x):
             return self._plain.norm(x, weight, eps)
         rows, inner, width = x.shape[0], 1 if x.dim() == 2 else x.shape[1], x.shape[-1]
         out = torch.empty(x.shape)
