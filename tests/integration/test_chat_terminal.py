@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.surface, pytest.mark.timeout(300)]
 PROMPT = ">>> "
 PATIENCE_S = 120.0
 COLUMNS = 44
-ENDLESS = ["--set", "temperature=0", "--set", "max_tokens=4000", "--set", "ignore_eos=true"]
+ENDLESS = ["--set", "temperature=0", "--set", "max_tokens=4000", "--set", "min_tokens=4000"]
 
 
 class Person:
