@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import os
 from pathlib import Path
 
 from services.runtime.config import set_library_variable, user_directory
@@ -22,10 +23,22 @@ def loops_problem() -> str | None:
     """Why the loops cannot run here, or None: they can. The first call imports numba."""
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed"
-    set_library_variable("NUMBA_CACHE_DIR", str(_cache_directory()))
+    keeps_compiled()
     from services.gpu_worker.cpu_loops.team import TEAM
 
     return None if TEAM is not None else "torch has no OpenMP library here whose threads they could use"
+
+
+@functools.cache
+def keeps_compiled() -> bool:
+    """Whether compiled loops can be kept for the next start; the first call, before numba is imported, says where."""
+    directory = _cache_directory()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    set_library_variable("NUMBA_CACHE_DIR", str(directory))
+    return os.access(directory, os.W_OK)
 
 
 def _cache_directory() -> Path:

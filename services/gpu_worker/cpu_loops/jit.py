@@ -18,6 +18,8 @@ from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
+from services.gpu_worker.cpu_loops import keeps_compiled
+
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
@@ -28,18 +30,19 @@ _REORDERED = {"reassoc", "nsz", "arcp", "contract", "afn"}  # all of fastmath bu
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """A part of loops."""
-    made: Callable[..., Any] = njit(fastmath=_REORDERED, error_model="numpy", cache=True)(function)
+    made: Callable[..., Any] = njit(fastmath=_REORDERED, error_model="numpy", cache=keeps_compiled())(function)
     return made
 
 
 def loop(function: Callable[[Any], None]) -> int:
     """Compiles a loop, or finds it as it was compiled before; its address, for `Team.run`."""
     began = perf_counter()
-    made = cfunc(types.void(types.voidptr), fastmath=_REORDERED, error_model="numpy", cache=True)(function)
+    made = cfunc(types.void(types.voidptr), fastmath=_REORDERED, error_model="numpy", cache=keeps_compiled())(function)
     _KEPT.append(made)
     address: int = made.address
     if (seconds := perf_counter() - began) > _NOTICEABLE_S:
-        logger.info("compiled the loop %s in %.1f s; the next start finds it", function.__name__, seconds)
+        kept = "; the next start finds it" if keeps_compiled() else ""
+        logger.info("compiled the loop %s in %.1f s%s", function.__name__, seconds, kept)
     return address
 
 
@@ -117,7 +120,7 @@ def share(count: int) -> tuple[int, int]:
 
 
 def _compiled_without_nan(function: Callable[..., Any]) -> Callable[..., Any]:
-    made: Callable[..., Any] = njit(fastmath=True, error_model="numpy", cache=True)(function)
+    made: Callable[..., Any] = njit(fastmath=True, error_model="numpy", cache=keeps_compiled())(function)
     return made
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from services.gpu_worker.attention.backend import StepAttention
 from services.gpu_worker.attention.paged_cpu import PagedCpuAttention
-from services.gpu_worker.cpu_loops import loops_problem
+from services.gpu_worker.cpu_loops import keeps_compiled, loops_problem
 from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.models.operators import PlainOperators
@@ -214,6 +216,17 @@ def test_a_tile_is_the_same_with_whatever_instructions_a_processor_has(
     dots = torch.einsum("gok,rgk->rgo", weights, numbers.double())
     expected = (dots * factors[..., None].double() * scales[None].double()).sum(1)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "unchanged")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert not keeps_compiled.__wrapped__()
+    assert os.environ["NUMBA_CACHE_DIR"] == "unchanged"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert keeps_compiled.__wrapped__()
+    assert Path(os.environ["NUMBA_CACHE_DIR"]).is_relative_to(tmp_path)
 
 
 def test_without_numba_everything_runs_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
