@@ -16,11 +16,9 @@ from services.gpu_worker.attention.row_span import RowSpan
 from services.gpu_worker.cpu_loops.attention_loop import DECODE_ATTENTION
 from services.gpu_worker.cpu_loops.head_vectors import LANES
 from services.gpu_worker.cpu_loops.layer_loops import ROTATE_AND_WRITE
-from services.gpu_worker.cpu_loops.team import TEAM, Team
+from services.gpu_worker.cpu_loops.team import LARGE_WORK, TEAM, Team
 from services.gpu_worker.kv_cache import KvCache
 from services.gpu_worker.step_inputs import StepInputs
-
-_LARGE = 32768  # numbers from which on a loop is shared between threads: some ten microseconds of one
 
 
 class LoopAttention:
@@ -65,7 +63,7 @@ class LoopAttention:
             slots.data_ptr(), kv_cache.keys[layer].data_ptr(), kv_cache.values[layer].data_ptr(), len(slots),
             num_heads, num_kv_heads, dim,
         )  # fmt: skip
-        self._team.run(ROTATE_AND_WRITE, array("q", numbers), heads.numel() >= _LARGE)
+        self._team.run(ROTATE_AND_WRITE, array("q", numbers), heads.numel() >= LARGE_WORK)
         return heads[:, :num_heads]
 
 
@@ -101,5 +99,5 @@ class LoopDecode:
             out.data_ptr(), self._team.scratch(4 * num_scores), self._longest, len(self.tokens), num_heads,
             num_kv_heads, dim, self._shape.page_size,
         )  # fmt: skip
-        self._team.run(DECODE_ATTENTION, array("q", numbers), self._total * num_heads * dim >= _LARGE)
+        self._team.run(DECODE_ATTENTION, array("q", numbers), self._total * num_heads * dim >= LARGE_WORK)
         return out

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from services.gpu_worker.cpu_loops.layer_loops import ADD_NORM, GATED, NORM
-from services.gpu_worker.cpu_loops.team import TEAM
+from services.gpu_worker.cpu_loops.team import LARGE_WORK, TEAM
 from services.gpu_worker.models.operators import PlainOperators
-
-_LARGE = 32768  # numbers from which on a loop is shared between threads: some ten microseconds of one
 
 
 def _has_rows(x: Tensor) -> bool:
@@ -35,7 +33,7 @@ class LoopOperators:
         rows, inner, width = x.shape[0], 1 if x.dim() == 2 else x.shape[1], x.shape[-1]
         out = torch.empty(x.shape)
         numbers = (x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), rows, inner, width, self._at(eps))
-        self._team.run(NORM, array("q", numbers), x.numel() >= _LARGE)
+        self._team.run(NORM, array("q", numbers), x.numel() >= LARGE_WORK)
         return out
 
     def add_norm(self, hidden: Tensor, addend: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -47,7 +45,7 @@ class LoopOperators:
         numbers = (
             hidden.data_ptr(), addend.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, self._at(eps),
         )  # fmt: skip
-        self._team.run(ADD_NORM, array("q", numbers), hidden.numel() >= _LARGE)
+        self._team.run(ADD_NORM, array("q", numbers), hidden.numel() >= LARGE_WORK)
         return hidden, out
 
     def gated(self, gate_up: Tensor) -> Tensor:
@@ -57,7 +55,7 @@ class LoopOperators:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, width)
         numbers = (gate_up.data_ptr(), out.data_ptr(), rows, width)
-        self._team.run(GATED, array("q", numbers), gate_up.numel() >= _LARGE)
+        self._team.run(GATED, array("q", numbers), gate_up.numel() >= LARGE_WORK)
         return out
 
     def _at(self, eps: float) -> int:

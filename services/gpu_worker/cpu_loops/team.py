@@ -14,6 +14,9 @@ from pathlib import Path
 import llvmlite.binding
 import torch
 
+LARGE_WORK = 32768
+"""Numbers to compute from which on a loop is shared: some ten microseconds of one thread, what waking others costs."""
+
 _SYMBOLS = ("omp_get_thread_num", "omp_get_num_threads")
 
 

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -64,7 +65,7 @@ class RankGroup:
         self._store = store
         self._watch = watch
         self._is_serving = False
-        self.is_ending = False
+        self._ending = threading.Event()
         """Whether rank 0 has said that it ends as it should."""
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -153,7 +154,7 @@ class RankGroup:
     def _wait_for(self, keys: list[str], pump: Callable[[], None]) -> None:
         while not self._store.check(keys):
             pump()
-            time.sleep(_LOOK_S)
+            time.sleep(_LOOK_S)  # until the others have written: a wait inside the store hears no signal
 
     def serve(self) -> None:
         """The start is over: nobody may be silent from here on. Rank 0 tells the others, whose command it is."""
@@ -161,6 +162,15 @@ class RankGroup:
         if self.is_leading:
             self.send(Command(Operation.SERVE))
         self._watch.be_strict()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether rank 0 has said that all end."""
+        return self._ending.is_set()
+
+    def end(self) -> None:
+        """Rank 0 has said so."""
+        self._ending.set()
 
     def tell_stop(self) -> None:
         """This rank was told to stop; rank 0 decides. Safe in a signal handler."""
@@ -171,9 +181,7 @@ class RankGroup:
 
         When it did because another rank has died, the watch ends this process meanwhile, and says which.
         """
-        deadline_s = time.monotonic() + _BLAME_S
-        while time.monotonic() < deadline_s and not self.is_ending:
-            time.sleep(_LOOK_S)
+        self._ending.wait(_BLAME_S)
         behind = self._watch.describe_behind()
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         return RankLostError(f"rank {self.place.rank} cannot go on: {first_line}" + (f" ({behind})" if behind else ""))
@@ -185,9 +193,8 @@ class RankGroup:
         """
         if self.is_leading and self._is_serving:
             self.send(Command(Operation.STOP))
-        deadline_s = time.monotonic() + _BLAME_S
-        while not self.is_leading and not self.is_ending and time.monotonic() < deadline_s:
-            time.sleep(_LOOK_S)
+        if not self.is_leading:
+            self._ending.wait(_BLAME_S)
         self._watch.close()
 
 
@@ -208,7 +215,7 @@ def meet(place: RankPlace, device: torch.device, on_stop: Callable[[], None]) ->
 
     def end() -> None:
         for each in group:
-            each.is_ending = True
+            each.end()
 
     events = WatchEvents(on_lost=lambda what: _end_process(place, what), on_stop=on_stop, on_end=end)
     try:
@@ -232,7 +239,7 @@ def _join(place: RankPlace, store: Store, events: WatchEvents) -> Watch:
         store.set("watch", lookout.invitation)
         return lookout.wait(place.size, events)
     while not store.check(["watch"]):
-        time.sleep(_LOOK_S)
+        time.sleep(_LOOK_S)  # until rank 0 has written it: a wait inside the store hears no signal
     invitation = store.get("watch").decode()
     return join_watch(place.rank, place.master_address, invitation, events)
 

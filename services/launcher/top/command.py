@@ -73,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
             terminal.line(line)
         return 0
     with Live(console=Console(), auto_refresh=False) as live:
-        watch(group, view, live, lambda: time.sleep(options.interval))
+        watch(group, view, live, lambda: time.sleep(options.interval))  # until the next look is due
     return 0
 
 

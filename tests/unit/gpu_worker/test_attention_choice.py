@@ -10,6 +10,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -155,21 +156,9 @@ def test_a_decode_is_laid_out_on_the_device_alone() -> None:
     cache = KvCache(SHAPE, 3, CPU)
     handed: list[tuple[list[int], list[int], int]] = []
 
-    def noted(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        *,
-        window_size: tuple[int, int],
-        enable_gqa: bool,
-        seqused_k: Tensor,
-        block_table: Tensor,
-    ) -> Tensor:
-        handed.append((cu_seq_q.tolist(), seqused_k.tolist(), max_k))
+    def noted(query: Tensor, *others: Any, **options: Any) -> Tensor:
+        _, _, cu_seq_q, _, _, max_k = others
+        handed.append((cu_seq_q.tolist(), options["seqused_k"].tolist(), max_k))
         return query
 
     backend = VarlenAttention(noted, plain_write_rotated)
