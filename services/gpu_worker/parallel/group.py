@@ -75,7 +75,7 @@ class RankGroup:
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
             device_id=device if device.type == "cuda" else None,
         )
-        self._commands = dist.new_group(backend="gloo", timeout=_COMMANDS_TIMEOUT)
+        self._commands: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=_COMMANDS_TIMEOUT)
 
     @property
     def is_leading(self) -> bool:
@@ -196,6 +196,9 @@ class RankGroup:
         if not self.is_leading:
             self._ending.wait(_BLAME_S)
         self._watch.close()
+        # Joins the threads of gloo: one that lets go of a tensor while the interpreter ends aborts the process.
+        self._commands = None
+        dist.destroy_process_group()
 
 
 def meet(place: RankPlace, device: torch.device, on_stop: Callable[[], None]) -> RankGroup:
