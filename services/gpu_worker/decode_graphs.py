@@ -6,7 +6,7 @@ is padded to the next one:
     rows of the step   [ r0 ][ r1 ][ r2 ]
     recorded for four  [ r0 ][ r1 ][ r2 ][ padding ]     writes to the dummy page, attends to it alone
 
-Owns the memory that recordings read their inputs from and leave their results in. Whatever is not covered (a chunk of a
+Owns the memory that recordings leave their results in. Whatever is not covered (a chunk of a
 prompt among the rows, more rows than were recorded) is for the caller to launch.
 """
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from services.gpu_worker.graph_device import GraphDevice, Recording
 from services.gpu_worker.kv_cache import KvCache
+from services.gpu_worker.static_inputs import StaticInputs
 from services.gpu_worker.step_inputs import StepInputs
 
 LARGEST_BATCH = 512
@@ -47,7 +48,7 @@ def batch_sizes(max_rows: int) -> tuple[int, ...]:
 class DecodeGraphs:
     """Recordings of one model's decode over one pool. Made by `record_decode`."""
 
-    def __init__(self, inputs: _StaticInputs, results: States, recordings: dict[int, Recording]) -> None:
+    def __init__(self, inputs: StaticInputs, results: States, recordings: dict[int, Recording]) -> None:
         self._inputs = inputs
         self._results = results
         self._recordings = recordings
@@ -88,8 +89,8 @@ def record_decode(
         device: records.
         pump: called after each recording with its size, to say that this process lives.
     """
-    static = _StaticInputs(kv_cache, limits)
     sizes = batch_sizes(limits.max_rows)
+    static = StaticInputs(kv_cache, sizes[-1], limits.max_length)
     hidden, normed = (torch.empty_like(states) for states in decode(static.of(sizes[-1])))
     recordings: dict[int, Recording] = {}
     for size in reversed(sizes):
@@ -103,50 +104,3 @@ def record_decode(
         recordings[size] = device.record(run)
         pump(size)
     return DecodeGraphs(static, (hidden, normed), recordings)
-
-
-class _StaticInputs:
-    """Inputs in memory that stays where it is. Lines that no row of a step fills are padding."""
-
-    def __init__(self, kv_cache: KvCache, limits: GraphLimits) -> None:
-        """All lines are padding: token 0 at position 0, in the first slot of the dummy page."""
-        page_size, device = kv_cache.shape.page_size, kv_cache.keys.device
-        num_lines = batch_sizes(limits.max_rows)[-1]
-        self._max_length = limits.max_length
-        self._dummy_page = kv_cache.dummy_page_id
-        self._dummy_slot = kv_cache.dummy_page_id * page_size
-        self._ids = torch.zeros(num_lines, dtype=torch.int64, device=device)
-        self._positions = torch.zeros_like(self._ids)
-        self._slots = torch.full_like(self._ids, self._dummy_slot)
-        max_pages = -(-limits.max_length // page_size)
-        self._pages = torch.full((num_lines, max_pages), self._dummy_page, dtype=torch.int64, device=device)
-        self._lines = torch.arange(num_lines, device=device)
-        self._num_filled = 0
-
-    def of(self, size: int) -> StepInputs:
-        """The first `size` lines as a step; each may be as long as any row can be."""
-        return StepInputs(
-            input_ids=self._ids[:size],
-            positions=self._positions[:size],
-            slot_mapping=self._slots[:size],
-            page_table=self._pages[:size],
-            query_lengths=(1,) * size,
-            context_lengths=(self._max_length,) * size,
-            sample_indices=self._lines[:size],
-        )
-
-    def fill(self, inputs: StepInputs, size: int) -> None:
-        """Takes a step's rows; what the step before left in the lines up to `size` becomes padding again."""
-        num_rows, width = inputs.page_table.shape
-        self._ids[:num_rows].copy_(inputs.input_ids)
-        self._positions[:num_rows].copy_(inputs.positions)
-        self._slots[:num_rows].copy_(inputs.slot_mapping)
-        self._pages[:num_rows, :width].copy_(inputs.page_table)
-        stale = slice(num_rows, min(self._num_filled, size))
-        if stale.start < stale.stop:
-            self._ids[stale].zero_()
-            self._positions[stale].zero_()
-            self._slots[stale].fill_(self._dummy_slot)
-            self._pages[stale, 0].fill_(self._dummy_page)
-        # Lines beyond `size` keep what they have; a larger step finds them stale.
-        self._num_filled = max(num_rows, self._num_filled if self._num_filled > size else 0)

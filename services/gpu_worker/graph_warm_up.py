@@ -63,3 +63,16 @@ def record_graphs(runner: ModelRunner, limits: GraphLimits, device: GraphDevice,
             "--mem-fraction-static or --max-running-requests leaves them more memory"
         ) from error
     logger.info("CUDA graphs: %d sizes up to %d rows in %.1f s", len(sizes), sizes[-1], perf_counter() - begin)
+
+
+def record_decode_layers(runner: ModelRunner, limits: GraphLimits, pump: Callable[[], None]) -> None:
+    """On a CPU: records the layers of steps of few rows, where they are made of compiled loops.
+
+    Args:
+        runner: over the pool that is served from.
+        limits: of what is served.
+        pump: see `record_graphs`.
+    """
+    begin = perf_counter()
+    if (recorded := runner.record_layers(limits, pump)) is not None:
+        logger.info("decode: layers recorded up to %d rows in %.1f s", recorded.most_rows, perf_counter() - begin)

@@ -20,6 +20,7 @@ from services.gpu_worker.models.decoder import Decoder
 from services.gpu_worker.models.layer_weights import DecoderWeights
 from services.gpu_worker.models.operators import Operators, PlainOperators
 from services.gpu_worker.models.projection import Projection
+from services.gpu_worker.recorded_layers import RecordedLayers, record_layers
 from services.gpu_worker.step_inputs import StepInputs
 
 
@@ -48,6 +49,7 @@ class ModelRunner:
         self._decoder = Decoder(config, weights, operators or PlainOperators())
         self._attention = attention
         self._graphs: DecodeGraphs | None = None
+        self._recorded: RecordedLayers | None = None
 
     @property
     def can_record_decode(self) -> bool:
@@ -75,6 +77,12 @@ class ModelRunner:
         self._graphs = record_decode(decode, self.kv_cache, limits, device, pump)
         return self._graphs
 
+    @torch.inference_mode()
+    def record_layers(self, limits: GraphLimits, pump: Callable[[], None]) -> RecordedLayers | None:
+        """On a CPU: records the layers of decode steps, which `hidden` replays from now on; None: it cannot be done."""
+        self._recorded = record_layers(self._decoder, self._attention, self.kv_cache, limits, pump)
+        return self._recorded
+
     def is_recorded(self, inputs: StepInputs) -> bool:
         """Whether `states` will replay this step."""
         return self._graphs is not None and self._graphs.covers(inputs)
@@ -97,6 +105,8 @@ class ModelRunner:
         Returns:
             [num_tokens, hidden_size] in the model's dtype, before the final norm.
         """
+        if self._recorded is not None and self._recorded.covers(inputs):
+            return self._recorded.run(inputs)
         attention = self._attention.begin_step(inputs, self.kv_cache)
         return self._decoder.layers(inputs, attention)
 

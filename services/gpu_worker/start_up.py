@@ -25,7 +25,7 @@ from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.grammar_compiler import GrammarCompiler
 from services.gpu_worker.grammar_process import ChildSpec
 from services.gpu_worker.grammar_rows import GrammarRows
-from services.gpu_worker.graph_warm_up import graph_device, record_graphs
+from services.gpu_worker.graph_warm_up import graph_device, record_decode_layers, record_graphs
 from services.gpu_worker.held_rows import WorkerSizes
 from services.gpu_worker.host_limits import stored_bytes_read
 from services.gpu_worker.integer_weights import check_rounding, rounded
@@ -161,6 +161,8 @@ def start_up(settings: Settings, pump: Callable[[], None], group: RankGroup | No
         record_graphs(runner, GraphLimits(settings.max_running_requests, max_model_len), graphs, pump)
     if group is not None:
         group.serve()
+    elif device.type == "cpu":
+        record_decode_layers(runner, GraphLimits(settings.max_running_requests, max_model_len), pump)
     launcher = StepLauncher(runner, state)
     kv_bytes_per_token = shape.bytes_per_page // shape.page_size
     own = replace(config, vocab_size=len(weights.embedding))  # of a shared model what this rank computes

@@ -32,9 +32,9 @@ class LoopAttention:
         """Whether the loop for attention takes heads of this width."""
         return head_dim % LANES == 0
 
-    def decode(self, inputs: StepInputs, spans: Sequence[RowSpan], kv_cache: KvCache) -> LoopDecode:
+    def decode(self, inputs: StepInputs, spans: Sequence[RowSpan], window: int | None, kv_cache: KvCache) -> LoopDecode:
         """Prepares attention of rows with one new token each; see `LoopDecode`."""
-        return LoopDecode(self._team, inputs, spans, kv_cache)
+        return LoopDecode(self._team, inputs, spans, window, kv_cache)
 
     def rotate_and_write(
         self,
@@ -74,13 +74,23 @@ class LoopDecode:
         tokens: [number of spans] int64, their places among the new tokens of the step.
     """
 
-    def __init__(self, team: Team, inputs: StepInputs, spans: Sequence[RowSpan], kv_cache: KvCache) -> None:
-        """Keeps where each row begins and ends. `spans`: rows with one new token each."""
+    def __init__(
+        self, team: Team, inputs: StepInputs, spans: Sequence[RowSpan], window: int | None, kv_cache: KvCache
+    ) -> None:
+        """Keeps where things are; where a row ends is read from the positions when the loop runs.
+
+        Args:
+            team: runs the loop.
+            inputs: the step.
+            spans: its rows with one new token each, as they are under the window; none may become longer.
+            window: see `StepAttention.attend`.
+            kv_cache: the pool, for its sizes.
+        """
         self._team = team
         self._shape = kv_cache.shape
         self.tokens = torch.tensor([span.tokens.start for span in spans])
-        self._firsts = torch.tensor([span.first for span in spans])
-        self._ends = torch.tensor([span.end for span in spans])
+        self._positions = inputs.positions
+        self._window = window or 0
         is_whole = len(spans) == inputs.num_rows
         rows = [span.row for span in spans]
         self._pages = inputs.page_table.contiguous() if is_whole else inputs.page_table[rows]
@@ -95,7 +105,7 @@ class LoopDecode:
         num_scores = torch.get_num_threads() * (num_heads // num_kv_heads) * self._longest
         numbers = (
             queries.data_ptr(), queries.stride(0), self.tokens.data_ptr(), self._pages.data_ptr(),
-            self._pages.shape[1], self._firsts.data_ptr(), self._ends.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            self._pages.shape[1], self._positions.data_ptr(), self._window, keys.data_ptr(), values.data_ptr(),
             out.data_ptr(), self._team.scratch(4 * num_scores), self._longest, len(self.tokens), num_heads,
             num_kv_heads, dim, self._shape.page_size,
         )  # fmt: skip

@@ -117,11 +117,11 @@ class PagedCpuStep:
                 continue
             mask = additive_mask(span, window, dtype, self._inputs.positions.device)
             contexts.append(_Context(span, mask, self._slots(span)))
-        return _Layout(self._decode(decoding, num_heads) if decoding else None, contexts)
+        return _Layout(self._decode(decoding, window, num_heads) if decoding else None, contexts)
 
-    def _decode(self, spans: list[RowSpan], num_heads: int) -> Decode:
+    def _decode(self, spans: list[RowSpan], window: int | None, num_heads: int) -> Decode:
         if self._decoding_loops is not None:
-            return self._decoding_loops.decode(self._inputs, spans, self._kv_cache)
+            return self._decoding_loops.decode(self._inputs, spans, window, self._kv_cache)
         return SparseDecode(self._inputs, spans, num_heads, self._kv_cache)
 
     def _slots(self, span: RowSpan) -> slice | Tensor:

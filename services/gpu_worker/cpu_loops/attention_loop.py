@@ -41,9 +41,12 @@ def _softmax(at: int, length: int) -> None:
 
 @loop
 def DECODE_ATTENTION(pointer: Any) -> None:  # noqa: N802
-    """Computes out [rows, heads, dim] of queries [tokens, heads, dim], each over positions [first, end) of its row."""
+    """Computes out [rows, heads, dim] of queries [tokens, heads, dim], each over its row's tokens up to itself.
+
+    With a window > 0 it sees itself and the `window - 1` tokens before it.
+    """
     (
-        queries, queries_stride, tokens, pages, pages_stride, firsts, ends, keys_pool, values_pool, out, scratch,
+        queries, queries_stride, tokens, pages, pages_stride, positions, window, keys_pool, values_pool, out, scratch,
         longest, rows, num_heads, num_kv_heads, dim, page_size,
     ) = integers(pointer, 17)  # fmt: skip
     shared_by = num_heads // num_kv_heads
@@ -52,11 +55,12 @@ def DECODE_ATTENTION(pointer: Any) -> None:  # noqa: N802
     token_bytes, head_bytes, line_bytes = 4 * num_kv_heads * dim, 4 * dim, 4 * longest
     scale = np.float32(1) / np.sqrt(np.float32(dim))
     scores = scratch + thread() * shared_by * line_bytes
-    token_of, first_of, end_of = int64s(tokens, rows), int64s(firsts, rows), int64s(ends, rows)
+    token_of = int64s(tokens, rows)
     first_task, end_task = share(rows * tasks_of_row)
     for task in range(first_task, end_task):
         row, head = task // tasks_of_row, task % tasks_of_row * group
-        first, end = first_of[row], end_of[row]
+        end = int64s(positions + 8 * token_of[row], 1)[0] + 1
+        first = max(0, end - window) if window > 0 else 0
         page_ids = int64s(pages + 8 * row * pages_stride, pages_stride)
         query = queries + 4 * token_of[row] * queries_stride + head * head_bytes
         result = out + (row * num_heads + head) * head_bytes

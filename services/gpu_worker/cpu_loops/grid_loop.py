@@ -8,14 +8,24 @@ from __future__ import annotations
 from typing import Any
 
 from services.gpu_worker.cpu_loops.dot_tile import dot_tile
-from services.gpu_worker.cpu_loops.jit import integers, loop, share, thread
+from services.gpu_worker.cpu_loops.jit import compiled, floats, integers, loop, share, thread
 from services.gpu_worker.cpu_loops.rounded_group import GROUP, round_group
+
+
+@compiled
+def _add_bias(out: int, bias: int, rows: int, columns: int) -> None:
+    """To 16 columns of out."""
+    addends = floats(bias, 16)
+    for row in range(rows):
+        sums = floats(out + 4 * row * columns, 16)
+        for k in range(16):
+            sums[k] += addends[k]
 
 
 @loop
 def GRID_PRODUCT(pointer: Any) -> None:  # noqa: N802
-    """Computes out [rows, columns] = x [rows, groups * 32] times codes of `bits` bits."""
-    bits, x, codes, scales, out, scratch, rows, groups, tiles = integers(pointer, 9)
+    """Computes out [rows, columns] = x [rows, groups * 32] times codes of `bits` bits, plus bias [columns] unless 0."""
+    bits, x, codes, scales, out, scratch, rows, groups, tiles, bias = integers(pointer, 10)
     width, columns = groups * GROUP, tiles * 16
     inputs = scratch + thread() * rows * groups * (2 * GROUP + 8)
     factors = inputs + 2 * rows * width
@@ -44,3 +54,5 @@ def GRID_PRODUCT(pointer: Any) -> None:  # noqa: N802
             else:
                 dot_tile(8, 1, c, s, i, f, t, groups, o, columns)
             row += 4 if row + 4 <= rows else 2 if row + 2 <= rows else 1
+        if bias != 0:
+            _add_bias(out + 64 * tile, bias + 64 * tile, rows, columns)

@@ -21,13 +21,15 @@ def _norm_row(x: Floats, weight: Floats, out: Floats, width: int, eps: np.float3
 
 @loop
 def NORM(pointer: Any) -> None:  # noqa: N802
-    """Computes out [rows, inner, width] = norm of x [rows, inner, width], whose rows may lie apart."""
-    x, stride, weight, out, rows, inner, width, eps = integers(pointer, 8)
+    """Computes out [rows, inner, width] = norm of x [rows, inner, width]; the rows of both may lie apart."""
+    x, stride, weight, out, out_stride, rows, inner, width, eps = integers(pointer, 9)
     first, end = share(rows * inner)
     gain, epsilon = floats(weight, width), floats(eps, 1)[0]
     for i in range(first, end):
-        source = floats(x + 4 * (i // inner * stride + i % inner * width), width)
-        _norm_row(source, gain, floats(out + 4 * i * width, width), width, epsilon)
+        row, place = i // inner, i % inner * width
+        source = floats(x + 4 * (row * stride + place), width)
+        target = floats(out + 4 * (row * out_stride + place), width)
+        _norm_row(source, gain, target, width, epsilon)
 
 
 @loop

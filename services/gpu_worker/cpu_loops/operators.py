@@ -30,11 +30,17 @@ class LoopOperators:
         """See `Operators.norm`."""
         if x.dtype != torch.float32 or not _has_rows(x):
             return self._plain.norm(x, weight, eps)
-        rows, inner, width = x.shape[0], 1 if x.dim() == 2 else x.shape[1], x.shape[-1]
         out = torch.empty(x.shape)
-        numbers = (x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), rows, inner, width, self._at(eps))
-        self._team.run(NORM, array("q", numbers), x.numel() >= LARGE_WORK)
+        self._norm_into(out, x, weight, eps)
         return out
+
+    def _norm_into(self, out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+        rows, inner, width = x.shape[0], 1 if x.dim() == 2 else x.shape[1], x.shape[-1]
+        numbers = (
+            x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), out.stride(0), rows, inner, width,
+            self._at(eps),
+        )  # fmt: skip
+        self._team.run(NORM, array("q", numbers), x.numel() >= LARGE_WORK)
 
     def add_norm(self, hidden: Tensor, addend: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See `Operators.add_norm`; the sum takes the place of `hidden`."""
@@ -47,6 +53,15 @@ class LoopOperators:
         )  # fmt: skip
         self._team.run(ADD_NORM, array("q", numbers), hidden.numel() >= LARGE_WORK)
         return hidden, out
+
+    def norm_heads(self, heads: Tensor, num_queries: int, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
+        """See `Operators.norm_heads`."""
+        if heads.dtype != torch.float32 or not _has_rows(heads):
+            return self._plain.norm_heads(heads, num_queries, weights, eps)
+        out = torch.empty(heads.shape)
+        self._norm_into(out[:, :num_queries], heads[:, :num_queries], weights[0], eps)
+        self._norm_into(out[:, num_queries:], heads[:, num_queries:], weights[1], eps)
+        return out
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """See `Operators.gated`."""

@@ -9,15 +9,32 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import llvmlite.binding
 import torch
+from torch import Tensor
 
 LARGE_WORK = 32768
 """Numbers to compute from which on a loop is shared: some ten microseconds of one thread, what waking others costs."""
 
 _SYMBOLS = ("omp_get_thread_num", "omp_get_num_threads")
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What a team was asked for while somebody listened.
+
+    Attributes:
+        loops: those to run, in order, each with its arguments.
+        scratches: what they work in.
+    """
+
+    loops: list[tuple[int, array[int]]] = field(default_factory=list)
+    scratches: list[Tensor] = field(default_factory=list)
 
 
 class Team:
@@ -29,6 +46,7 @@ class Team:
         self._parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         self._parallel.restype = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._heard: Heard | None = None
         for name in _SYMBOLS:
             llvmlite.binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
 
@@ -36,6 +54,8 @@ class Team:
         """The address of so many bytes for the next loop; each call may hand out the same."""
         if num_bytes > self._scratch.nbytes:
             self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        if self._heard is not None:
+            self._heard.scratches.append(self._scratch)
         return self._scratch.data_ptr()
 
     def run(self, loop: int, arguments: array[int], is_large: bool) -> None:
@@ -46,8 +66,24 @@ class Team:
             arguments: 64-bit integers, addresses among them; what they point to must live until this returns.
             is_large: whether the work is worth waking other threads for (some ten microseconds).
         """
-        num_threads = torch.get_num_threads() if is_large else 1
+        if self._heard is not None:
+            self._heard.loops.append((loop, arguments))
+            return
+        self.run_on(torch.get_num_threads() if is_large else 1, loop, arguments)
+
+    def run_on(self, num_threads: int, loop: int, arguments: array[int]) -> None:
+        """Runs a loop on so many threads."""
         self._parallel(loop, arguments.buffer_info()[0], num_threads, 0)
+
+    @contextmanager
+    def listen(self) -> Iterator[Heard]:
+        """Notes loops instead of running them. One at a time may listen."""
+        assert self._heard is None
+        self._heard = Heard()
+        try:
+            yield self._heard
+        finally:
+            self._heard = None
 
 
 def _find_team() -> Team | None:

@@ -50,10 +50,32 @@ class Decoder:
         Returns:
             [num_tokens, hidden_size], before the final norm.
         """
+        hidden, added = self.pass_layers(self.embedded(inputs), self.rotation(inputs), attention)
+        return hidden if added is None else hidden + added
+
+    def embedded(self, inputs: StepInputs) -> Tensor:
+        """The new tokens' vectors: [num_tokens, hidden_size]."""
+        return self.embed(inputs.input_ids, self.weights.embedding)
+
+    def rotation(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Of the new tokens' positions, see `rotary_cos_sin`."""
+        weights, scale = self.weights, self.config.rotary.attention_scale
+        return rotary_cos_sin(weights.rotary_frequencies, scale, inputs.positions, weights.embedding.dtype)
+
+    def pass_layers(
+        self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], attention: StepAttention
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `layers` does between embedding and the last sum.
+
+        Args:
+            hidden: from `embedded`; may be written to.
+            cos_sin: from `rotation`.
+            attention: attention of this very step.
+
+        Returns:
+            Sums, and what the last layer adds to them (None: there is none): [num_tokens, hidden_size] each.
+        """
         config, weights, operators = self.config, self.weights, self.operators
-        hidden = self.embed(inputs.input_ids, weights.embedding)  # [num_tokens, hidden_size]
-        scale = config.rotary.attention_scale
-        cos_sin = rotary_cos_sin(weights.rotary_frequencies, scale, inputs.positions, hidden.dtype)
         project_qkv = FAMILIES[config.model_type].project_qkv
         added: Tensor | None = None  # what the layer before adds to the sums
         for index, layer in enumerate(weights.layers):
@@ -64,7 +86,7 @@ class Decoder:
             added = layer.output(attended.flatten(1))
             hidden, x = self._norm(hidden, added, layer.mlp_norm)
             added = feed_forward(x, layer, config, operators)  # [num_tokens, hidden_size]
-        return hidden if added is None else hidden + added
+        return hidden, added
 
     def _norm(self, hidden: Tensor, added: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         eps = self.config.rms_norm_eps

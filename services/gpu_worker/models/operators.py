@@ -6,6 +6,7 @@ are the reference, and what every device can do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -22,8 +23,22 @@ class Operators(Protocol):
     def add_norm(self, hidden: Tensor, addend: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The sum of two [num_tokens, width], which may take the place of `hidden`, and its norm."""
 
+    def norm_heads(self, heads: Tensor, num_queries: int, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
+        """Norms of heads [num_tokens, heads, width], the first `num_queries` with the first weight: of that shape."""
+
     def gated(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up (arXiv 2002.05202): [num_tokens, width] from [num_tokens, 2 * width], gate first."""
+
+
+def joined_norms(
+    norm: Callable[[Tensor, Tensor, float], Tensor],
+    heads: Tensor,
+    num_queries: int,
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+) -> Tensor:
+    """`Operators.norm_heads` by a norm for each part."""
+    return torch.cat((norm(heads[:, :num_queries], weights[0], eps), norm(heads[:, num_queries:], weights[1], eps)), 1)
 
 
 class PlainOperators:
@@ -44,6 +59,10 @@ class PlainOperators:
         """See `Operators.add_norm`."""
         total = hidden + addend
         return total, self.norm(total, weight, eps)
+
+    def norm_heads(self, heads: Tensor, num_queries: int, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
+        """See `Operators.norm_heads`."""
+        return joined_norms(self.norm, heads, num_queries, weights, eps)
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """See `Operators.gated`."""

@@ -5,7 +5,6 @@ Queries and keys are normalised head by head; a head's width is a field of its o
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from services.gpu_worker.models.blocks import project_qkv
@@ -33,9 +32,8 @@ def project_normed_qkv(
     assert layer.query_norm is not None
     assert layer.key_norm is not None
     heads, values = project_qkv(x, layer, config, operators)
-    queries = operators.norm(heads[:, : config.num_heads], layer.query_norm, config.rms_norm_eps)
-    keys = operators.norm(heads[:, config.num_heads :], layer.key_norm, config.rms_norm_eps)
-    return torch.cat((queries, keys), dim=1), values  # [num_tokens, num_heads + num_kv_heads, head_dim]
+    weights = layer.query_norm, layer.key_norm
+    return operators.norm_heads(heads, config.num_heads, weights, config.rms_norm_eps), values
 
 
 QWEN3 = Family(

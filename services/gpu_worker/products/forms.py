@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -25,11 +26,12 @@ from services.gpu_worker.products.two_forms import TwoForms
 from services.gpu_worker.weight_grid import WeightGrid
 
 _FORM_ROWS = (1, 16, 128)  # a decode, a batch of decodes, a chunk of a prompt
-_CROSSOVER_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_CROSSOVER_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256)
 _RUNS = 5
 _MEASURED = 8  # matrices of a shape
 
 Shape = tuple[int, ...]
+_Kind = tuple[Shape, str, str]  # shape, codes and other form of matrices
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class CpuForms:
         self._pump = pump
         self._uses_bfloat16 = not is_exact and has_fast_bfloat16()
         self._packs: dict[Shape, bool] = {}
-        self._pairs: dict[tuple[Shape, str, str], list[TwoForms]] = {}
+        self._pairs: dict[_Kind, list[TwoForms]] = {}
         self._counts: Counter[str] = Counter()
 
     def reads_grid(self, num_bits: int) -> bool:
@@ -96,17 +98,25 @@ class CpuForms:
         return projection
 
     def settle(self) -> None:
-        """See `Forms.settle`: measures up to how many rows the codes of each shape are faster."""
-        for (shape, codes, name), pairs in self._pairs.items():
-            self._pump()
-            few, many = zip(*[(pair.few, pair.many) for pair in pairs[:_MEASURED]], strict=True)
-            most = crossover(few, many, shape[1])
-            for pair in pairs:
-                pair.settle(most, _CROSSOVER_ROWS[-1])
-            both = f"{codes} for few rows and {name} for many"
-            self._counts[name if most == 0 else codes if most == _CROSSOVER_ROWS[-1] else both] += len(pairs)
-            logger.debug("%s of %s: codes up to %d rows", codes, shape, most)
+        """See `Forms.settle`: measures up to how many rows the codes are faster.
+
+        All matrices of the layers get one number: a step is recorded where each of its products goes through a loop.
+        """
+        of_layers = [kind for kind, pairs in self._pairs.items() if len(pairs) > 1]
+        groups = [of_layers, *([kind] for kind in self._pairs if kind not in of_layers)]
+        for kinds in filter(None, groups):
+            most = crossover([Compared.of(self._pairs[kind], kind[0][1]) for kind in kinds], self._pump)
+            for kind in kinds:
+                self._settle_kind(kind, most)
         self._pairs.clear()
+
+    def _settle_kind(self, kind: _Kind, most: int) -> None:
+        pairs, (shape, codes, name) = self._pairs[kind], kind
+        for pair in pairs:
+            pair.settle(most, _CROSSOVER_ROWS[-1])
+        both = f"{codes} for few rows and {name} for many"
+        self._counts[name if most == 0 else codes if most == _CROSSOVER_ROWS[-1] else both] += len(pairs)
+        logger.debug("%s of %s: codes up to %d rows", codes, shape, most)
 
     def _for_many_rows(self, dense: DenseProjection) -> tuple[Projection, str]:
         if not has_packed_float32():
@@ -129,32 +139,70 @@ def _by_codes(grid: WeightGrid, dense: DenseProjection) -> Projection | None:
     return FourBitProjection(grid, dense.bias) if fits_four_bit(grid) else None
 
 
-def crossover(few: Sequence[Projection], many: Sequence[Projection], width: int) -> int:
-    """The most rows (of those tried, in order) at which codes are not slower; 0 where they never are faster.
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Matrices of one shape in two forms.
+
+    Attributes:
+        few: the codes.
+        many: the other form of the same matrices.
+        width: of their inputs.
+        count: how many matrices they stand for.
+    """
+
+    few: Sequence[Projection]
+    many: Sequence[Projection]
+    width: int
+    count: int
+
+    @staticmethod
+    def of(pairs: Sequence[TwoForms], width: int) -> Compared:
+        """Some of the pairs, for all of them."""
+        few, many = zip(*[(pair.few, pair.many) for pair in pairs[:_MEASURED]], strict=True)
+        return Compared(few, many, width, len(pairs))
+
+
+def crossover(shapes: Sequence[Compared], pump: Callable[[], None]) -> int:
+    """The most rows (of those tried, in order) at which codes are not slower, 0 where they never are faster.
 
     Args:
-        few: codes of matrices of one shape.
-        many: the other form of the same ones.
-        width: of their inputs.
+        shapes: of matrices that are multiplied by in one step.
+        pump: called for each number of rows.
     """
     most = 0
     for rows in _CROSSOVER_ROWS:
-        if _seconds(few, rows, width) > _seconds(many, rows, width):
+        pump()
+        few = sum(shape.count * _seconds_of_codes(shape.few, rows, shape.width) for shape in shapes)
+        many = sum(shape.count * _seconds(shape.many, rows, shape.width) for shape in shapes)
+        if few > many:
             break
         most = rows
     return most
 
 
 def _seconds(projections: Sequence[Projection], rows: int, width: int) -> float:
-    """The shortest of a few calls each: what else the machine does only makes them longer.
+    """Of one product, in the shortest of a few runs: what else the machine does only makes them longer.
 
     One matrix after another, as in a step, because one that was just multiplied by lies in a cache.
     """
     x = torch.zeros(rows, width)
-    times = []
-    for _ in range(_RUNS):
-        for projection in projections:
-            begin = perf_counter()
-            projection(x)
-            times.append(perf_counter() - begin)
-    return min(times)
+    return min(_timed(lambda: [projection(x) for projection in projections]) for _ in range(_RUNS)) / len(projections)
+
+
+def _seconds_of_codes(projections: Sequence[Projection], rows: int, width: int) -> float:
+    """Likewise, as steps of few rows run: recorded where they are loops."""
+    if not all(isinstance(projection, GridProjection) for projection in projections):
+        return _seconds(projections, rows, width)
+    from services.gpu_worker.cpu_loops.recording import record  # only where there is numba
+    from services.gpu_worker.cpu_loops.team import TEAM
+
+    assert TEAM is not None
+    x = torch.zeros(rows, width)
+    recording, _ = record(TEAM, lambda: [projection(x) for projection in projections])
+    return min(_timed(recording.replay) for _ in range(_RUNS)) / len(projections)
+
+
+def _timed(run: Callable[[], object]) -> float:
+    begin = perf_counter()
+    run()
+    return perf_counter() - begin

@@ -57,7 +57,7 @@ class GridProjection:
         parts = (grid.scales, grid.minimums) if grid.num_bits == 4 else (grid.scales,)
         self._scales = torch.stack([_by_tile(part) for part in parts], dim=2).to(torch.float16)
         self._out_features, self._in_features = grid.codes.shape
-        self._bias = bias
+        self._bias = None if bias is None else bias.contiguous()
         self.num_bytes = self._codes.nbytes + self._scales.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -69,9 +69,10 @@ class GridProjection:
         numbers = (
             self._num_bits, x.data_ptr(), self._codes.data_ptr(), self._scales.data_ptr(), out.data_ptr(),
             self._team.scratch(torch.get_num_threads() * num_inputs), num_rows, num_groups, self._out_features // _TILE,
+            0 if self._bias is None else self._bias.data_ptr(),
         )  # fmt: skip
         self._team.run(self._loop, array("q", numbers), True)
-        return out if self._bias is None else out.add_(self._bias)
+        return out
 
 
 def _in_tiles(grid: WeightGrid) -> Tensor:

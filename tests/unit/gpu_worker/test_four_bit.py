@@ -14,7 +14,7 @@ from gguf import quants
 from torch import Tensor
 
 from services.gpu_worker.models.projection import DenseProjection
-from services.gpu_worker.products.forms import CpuForms, crossover
+from services.gpu_worker.products.forms import Compared, CpuForms, crossover
 from services.gpu_worker.products.four_bit import FourBitProjection, fits_four_bit, has_four_bit_products
 from services.gpu_worker.products.kernels import has_packed_float32
 from services.gpu_worker.products.two_forms import TwoForms
@@ -154,14 +154,16 @@ def test_the_crossover_is_where_the_form_for_few_rows_becomes_slower(monkeypatch
         return float(rows) if projections[0] is fast_for_few else 5.0
 
     fast_for_few, other = Counted([]), Counted([])
+    pumped: list[int] = []
     monkeypatch.setattr("services.gpu_worker.products.forms._seconds", seconds)
-    assert crossover([fast_for_few], [other], 2) == 4
-    assert crossover([other], [fast_for_few], 2) == 0
+    assert crossover([Compared([fast_for_few], [other], 2, 3)], lambda: pumped.append(1)) == 4
+    assert crossover([Compared([other], [fast_for_few], 2, 1)], lambda: pumped.append(1)) == 0
+    assert len(pumped) == 4 + 1  # 1, 2, 4 and 8 rows; 1 row
 
 
 @pytest.mark.parametrize("copy_bytes", [0, 2**40])
 def test_the_real_model_on_codes(smollm2_path: Path, copy_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gpu_worker.products.forms.crossover", lambda few, many, width: 4)
+    monkeypatch.setattr("services.gpu_worker.products.forms.crossover", lambda shapes, pump: 4)
     forms = CpuForms(is_exact=False, copy_bytes=copy_bytes)
     model = load_laid_out(open_model(smollm2_path), forms)
     plain = load_model(open_model(smollm2_path), CPU, torch.float32)
