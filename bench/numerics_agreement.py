@@ -32,6 +32,7 @@ from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.models.layer_weights import DecoderWeights
 from services.gpu_worker.models.projection import Projection
 from services.gpu_worker.products.forms import CpuForms
+from services.gpu_worker.products.kernels import has_fast_bfloat16
 from services.gpu_worker.step_inputs import StepRow, build_step_inputs
 from services.gpu_worker.weights import load_laid_out, load_model
 from services.launcher.models import resolve_model
@@ -74,11 +75,14 @@ class Agreement:
 class Writer:
     """Computes texts, one at a time, in one of the two ways."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights[Projection], max_tokens: int) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights[Projection], max_tokens: int, *, is_exact: bool
+    ) -> None:
         self._pages = list(range(-(-max_tokens // _PAGE_SIZE)))
         shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, _PAGE_SIZE, torch.float32)
         pool = KvCache(shape, len(self._pages), _CPU)
-        self._runner = ModelRunner(config, weights, pool, attention_for(_CPU, torch.float32), operators_for(_CPU))
+        attention = attention_for(_CPU, torch.float32, rounds_prompts=not is_exact and has_fast_bfloat16())
+        self._runner = ModelRunner(config, weights, pool, attention, operators_for(_CPU))
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """[num_tokens, vocab_size] of a text from its beginning."""
@@ -136,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prompts = [tokenizer.encode(text).ids for text in BEGINNINGS[: options.texts]]
     longest = max(map(len, prompts)) + options.tokens
     print(f"fast: {forms.description}")
-    exact, fast = (Writer(model.config, weights, longest) for weights in (model.weights, fast_model.weights))
+    exact = Writer(model.config, model.weights, longest, is_exact=True)
+    fast = Writer(model.config, fast_model.weights, longest, is_exact=False)
     at_once, by_token, num_same_texts = [], [], 0
     for number, prompt in enumerate(prompts, start=1):
         text = exact.continuation(prompt, options.tokens)

@@ -180,12 +180,13 @@ def load_parts(settings: Settings, pump: Callable[[], None], group: RankGroup | 
     shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, kv_dtype)
     if group is not None:
         group.agree(facts_of(settings, digest, device, dtype), pump)
+    rounds_prompts = product_dtype(settings, device, dtype) == torch.bfloat16
     return ModelParts(
         model=replace(model, weights=with_fast_experts(model.weights, device)),
         loaded=loaded,
         digest=digest,
         device=device,
-        attention=_attention(settings, AttentionTask(device, dtype, shape, config.num_heads)),
+        attention=_attention(settings, AttentionTask(device, dtype, shape, config.num_heads, rounds_prompts)),
         operators=operators_for(device),
         shape=shape,
         max_model_len=choose_context(settings, config),

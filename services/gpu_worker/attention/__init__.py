@@ -14,13 +14,15 @@ from services.gpu_worker.attention.varlen import VarlenAttention, varlen_functio
 from services.gpu_worker.kernels import MAX_HEAD_DIM, triton_problem
 
 
-def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int = MAX_HEAD_DIM) -> AttentionBackend:
-    """The backend for a device, the dtype of its pool, and the width of a head.
+def attention_for(
+    device: torch.device, dtype: torch.dtype, head_dim: int = MAX_HEAD_DIM, *, rounds_prompts: bool = False
+) -> AttentionBackend:
+    """The backend for a device, the dtype of its pool, and the width of a head; see `PagedCpuAttention` for the last.
 
     On a CUDA device our own kernels, where Triton works and a head is no wider than they can take.
     """
     takes_kernels = device.type == "cuda" and head_dim <= MAX_HEAD_DIM and triton_problem() is None
-    return _triton(device) if takes_kernels else _paged(device, dtype)
+    return _triton(device) if takes_kernels else _paged(device, dtype, rounds_prompts)
 
 
 def attention_named(name: str, task: AttentionTask) -> AttentionBackend:
@@ -33,7 +35,7 @@ def attention_named(name: str, task: AttentionTask) -> AttentionBackend:
     if name == "reference":
         return ReferenceAttention()
     if name == "paged":
-        return _paged(device, task.shape.dtype)
+        return _paged(device, task.shape.dtype, task.rounds_prompts)
     if name == "auto":
         return _automatic(task)
     if problem := _problem(name, task):
@@ -43,8 +45,8 @@ def attention_named(name: str, task: AttentionTask) -> AttentionBackend:
 
 def _automatic(task: AttentionTask) -> AttentionBackend:
     if task.device.type != "cuda":
-        return _paged(task.device, task.shape.dtype)
-    candidates = ways_on_cuda(task) or {"paged": _paged(task.device, task.shape.dtype)}
+        return _paged(task.device, task.shape.dtype, task.rounds_prompts)
+    candidates = ways_on_cuda(task) or {"paged": PagedCudaAttention()}
     return fastest_attention(candidates, task)
 
 
@@ -77,9 +79,9 @@ def _on_cuda(name: str, device: torch.device) -> AttentionBackend:
     return _triton(device)
 
 
-def _paged(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+def _paged(device: torch.device, dtype: torch.dtype, rounds_prompts: bool) -> AttentionBackend:
     """Of torch's own operations."""
-    return PagedCudaAttention() if device.type == "cuda" else PagedCpuAttention(dtype)
+    return PagedCudaAttention() if device.type == "cuda" else PagedCpuAttention(dtype, rounds_prompts=rounds_prompts)
 
 
 def _triton(device: torch.device) -> AttentionBackend:

@@ -34,12 +34,14 @@ class AttentionTask:
         dtype: of the model.
         shape: of the pool.
         num_heads: query heads of the model.
+        rounds_prompts: see `PagedCpuAttention`.
     """
 
     device: torch.device
     dtype: torch.dtype
     shape: KvCacheShape
     num_heads: int
+    rounds_prompts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from services.gpu_worker.attention.loop_decode import LoopAttention
 
 
+_MANY_TOKENS = 32
+"""New tokens of a row from which on rounding its whole context costs less than it saves."""
+
+
 class Decode(Protocol):
     """Attention of the decoding rows of a step."""
 
@@ -38,19 +42,22 @@ class Decode(Protocol):
 class PagedCpuAttention:
     """An `AttentionBackend` for the CPU."""
 
-    def __init__(self, dtype: torch.dtype, *, uses_loops: bool = True) -> None:
+    def __init__(self, dtype: torch.dtype, *, uses_loops: bool = True, rounds_prompts: bool = False) -> None:
         """Finds out what there is for the pool's dtype; if nothing, decoding rows go as others do.
 
         Args:
             dtype: of the pool.
             uses_loops: whether compiled loops may be used, where they can.
+            rounds_prompts: whether rows with many new tokens are computed in bfloat16, as the products of so many rows
+                are then too (see `has_fast_bfloat16`).
         """
         self._loops = _loops() if uses_loops and dtype == torch.float32 else None
         self._decodes_sparsely = not is_fp8(dtype) and has_sparse_products(dtype)
+        self._rounds_prompts = rounds_prompts
 
     def begin_step(self, inputs: StepInputs, kv_cache: KvCache) -> PagedCpuStep:
         """See `AttentionBackend.begin_step`."""
-        return PagedCpuStep(inputs, kv_cache, self._loops, self._decodes_sparsely)
+        return PagedCpuStep(inputs, kv_cache, self._loops, self._decodes_sparsely, self._rounds_prompts)
 
 
 def _loops() -> LoopAttention | None:
@@ -65,14 +72,20 @@ class PagedCpuStep:
     """A `StepAttention`. What layers with the same window share is laid out at the first of them."""
 
     def __init__(
-        self, inputs: StepInputs, kv_cache: KvCache, loops: LoopAttention | None, decodes_sparsely: bool
+        self,
+        inputs: StepInputs,
+        kv_cache: KvCache,
+        loops: LoopAttention | None,
+        decodes_sparsely: bool,
+        rounds_prompts: bool,
     ) -> None:
-        """Keeps the step's inputs, the pool, and what is there for decoding rows."""
+        """Keeps the step's inputs, the pool, what is there for decoding rows, and how others are computed."""
         self._inputs = inputs
         self._kv_cache = kv_cache
         self._loops = loops
         self._decoding_loops = loops if loops is not None and loops.fits(kv_cache.shape.head_dim) else None
         self._decodes_in_place = decodes_sparsely or self._decoding_loops is not None
+        self._rounds_prompts = rounds_prompts
         self._longest = max(inputs.context_lengths)
         self._layouts: dict[int | None, _Layout] = {}
 
@@ -96,9 +109,9 @@ class PagedCpuStep:
         if layout.decode is not None:
             attended[layout.decode.tokens] = layout.decode.attend(queries, keys, values)
         for context in layout.contexts:
-            tokens = context.span.tokens
-            read_keys, read_values = (context.read(pool).to(queries.dtype) for pool in (keys, values))
-            attended[tokens] = attend_span(queries[tokens], read_keys, read_values, context.mask)
+            tokens, dtype = context.span.tokens, context.dtype
+            read_keys, read_values = (context.read(pool).to(dtype) for pool in (keys, values))
+            attended[tokens] = attend_span(queries[tokens].to(dtype), read_keys, read_values, context.mask)
         return attended
 
     def _layout(self, window: int | None, queries: Tensor) -> _Layout:
@@ -115,8 +128,9 @@ class PagedCpuStep:
             if span.num_new == 1 and self._decodes_in_place:
                 decoding.append(span)
                 continue
-            mask = additive_mask(span, window, dtype, self._inputs.positions.device)
-            contexts.append(_Context(span, mask, self._slots(span)))
+            computed = torch.bfloat16 if self._rounds_prompts and span.num_new >= _MANY_TOKENS else dtype
+            mask = additive_mask(span, window, computed, self._inputs.positions.device)
+            contexts.append(_Context(span, computed, mask, self._slots(span)))
         return _Layout(self._decode(decoding, window, num_heads) if decoding else None, contexts)
 
     def _decode(self, spans: list[RowSpan], window: int | None, num_heads: int) -> Decode:
@@ -139,9 +153,10 @@ class PagedCpuStep:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """A row whose span is read as one block."""
+    """A row whose span is read as one block, and computed in a dtype."""
 
     span: RowSpan
+    dtype: torch.dtype
     mask: Tensor | None
     slots: slice | Tensor
 

@@ -137,6 +137,23 @@ def test_agrees_with_the_reference(name: str, case: Case) -> None:
     assert not computed.isnan().any()
 
 
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_rows_of_many_new_tokens_may_be_rounded(window: int | None, in_order: bool) -> None:
+    case = Case(((40, 50), (0, 64), (30, 1), (5, 31)), 4, 2, 2, 16, window, torch.float32, in_order, seed=7)
+    scene = Scene(case)
+    exact = scene.attend(PagedCpuAttention(torch.float32))
+    rounded = scene.attend(PagedCpuAttention(torch.float32, rounds_prompts=True))
+    many = 50 + 64
+    assert torch.equal(rounded[many:], exact[many:])
+    assert not torch.equal(rounded[:many], exact[:many])
+    torch.testing.assert_close(rounded, exact, atol=0.03, rtol=0.03)
+    for row in range(len(case.rows)):
+        start, end = scene.inputs.query_starts[row], scene.inputs.query_starts[row + 1]
+        alone = scene.attend_alone(PagedCpuAttention(torch.float32, rounds_prompts=True), row)
+        assert torch.equal(alone, rounded[start:end])
+
+
 @settings(max_examples=60, deadline=None)
 @given(case=cases)
 def test_a_row_is_the_same_alone_and_in_a_batch(case: Case) -> None:
