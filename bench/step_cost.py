@@ -22,6 +22,7 @@ import torch
 from bench.provenance import provenance
 from bench.step_options import laid_out_model, step_parser
 from services.gpu_worker.attention import attention_for
+from services.gpu_worker.decode_graphs import GraphLimits
 from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.held_rows import WorkerSizes
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
@@ -100,6 +101,7 @@ class DecodingRows:
         pool = KvCache(shape, num_pages, _CPU)
         attention = attention_for(_CPU, torch.float32)
         self.runner = RecordingRunner(config, model.weights, pool, attention, operators_for(_CPU))
+        self.runner.record_layers(GraphLimits(num_rows, config.max_position_embeddings), lambda: None)
         sizes = WorkerSizes(num_rows, config.max_position_embeddings, config.vocab_size, _PAGE_SIZE, num_pages)
         self.state = WorkerState(sizes, _CPU)
         self._launcher = StepLauncher(self.runner, self.state)

@@ -2,7 +2,7 @@
 
 What a step of few rows computes between two products takes no longer than the program that asks for it. Recorded, it is
 one call (see `cpu_loops.recording`). Only steps whose every operator is a compiled loop can be recorded: few rows, in
-fast numerics; all others run as they are written.
+fast numerics; all others run as they are written. A row with a few new tokens is replayed as so many rows.
 
 Owns the memory that recordings read their inputs from.
 """
@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from services.gpu_worker.attention.backend import AttentionBackend, StepAttention
+from services.gpu_worker.attention.paged_cpu import FEW_TOKENS
 from services.gpu_worker.cpu_loops import loops_problem
 from services.gpu_worker.decode_graphs import GraphLimits
 from services.gpu_worker.kv_cache import KvCache
 from services.gpu_worker.models.decoder import Decoder
 from services.gpu_worker.static_inputs import StaticInputs
-from services.gpu_worker.step_inputs import StepInputs
+from services.gpu_worker.step_inputs import StepInputs, one_row_a_token
 
 if TYPE_CHECKING:
     from services.gpu_worker.cpu_loops.recording import Recording
@@ -76,15 +77,17 @@ class RecordedLayers:
 
     @property
     def most_rows(self) -> int:
-        """Rows of the largest step that is replayed."""
+        """New tokens of the largest step that is replayed."""
         return self._steps[-1].num_rows
 
     def covers(self, inputs: StepInputs) -> bool:
-        """Whether a step can be replayed: one new token in each row, not too many rows."""
-        return inputs.num_tokens == inputs.num_rows <= self.most_rows
+        """Whether a step can be replayed: few new tokens in each row, not too many together."""
+        return inputs.num_tokens <= self.most_rows and max(inputs.query_lengths) <= FEW_TOKENS
 
     def run(self, inputs: StepInputs) -> Tensor:
         """What `Decoder.layers` returns for a step that is covered."""
+        if inputs.num_tokens > inputs.num_rows:
+            inputs = one_row_a_token(inputs)
         num_rows = inputs.num_rows
         step = next(step for step in self._steps if step.num_rows >= num_rows)
         self._static.fill(inputs, step.num_rows)
@@ -121,7 +124,7 @@ def record_layers(
     from services.gpu_worker.cpu_loops.team import TEAM
 
     assert TEAM is not None
-    largest = min(limits.max_rows, SIZES[-1])
+    largest = min(limits.max_rows * FEW_TOKENS, SIZES[-1])
     sizes = [*(size for size in SIZES if size < largest), largest]
     static = StaticInputs(kv_cache, sizes[-1], limits.max_length)
     inputs = static.of(sizes[-1])

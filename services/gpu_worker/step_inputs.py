@@ -15,7 +15,7 @@ This module owns no state and never decides what runs: it only lays out what a p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -75,6 +75,22 @@ class StepInputs:
     def query_starts(self) -> tuple[int, ...]:
         """num_rows + 1 offsets: row r's new tokens are [query_starts[r], query_starts[r + 1])."""
         return tuple(accumulate(self.query_lengths, initial=0))
+
+
+def one_row_a_token(inputs: StepInputs) -> StepInputs:
+    """The same step as rows of one new token each: those of a row share its pages."""
+    lengths = torch.tensor(inputs.query_lengths)
+    ends = (
+        end - num_new + new
+        for num_new, end in zip(inputs.query_lengths, inputs.context_lengths, strict=True)
+        for new in range(1, num_new + 1)
+    )
+    return replace(
+        inputs,
+        page_table=inputs.page_table.repeat_interleave(lengths, 0),
+        query_lengths=(1,) * inputs.num_tokens,
+        context_lengths=tuple(ends),
+    )
 
 
 def build_step_inputs(rows: Sequence[StepRow], page_size: int, device: torch.device) -> StepInputs:

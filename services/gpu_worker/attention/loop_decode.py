@@ -33,7 +33,7 @@ class LoopAttention:
         return head_dim % LANES == 0
 
     def decode(self, inputs: StepInputs, spans: Sequence[RowSpan], window: int | None, kv_cache: KvCache) -> LoopDecode:
-        """Prepares attention of rows with one new token each; see `LoopDecode`."""
+        """Prepares attention of rows with few new tokens; see `LoopDecode`."""
         return LoopDecode(self._team, inputs, spans, window, kv_cache)
 
     def rotate_and_write(
@@ -68,10 +68,13 @@ class LoopAttention:
 
 
 class LoopDecode:
-    """The decoding rows of one step under one window; built once, used by every layer that has this window.
+    """Rows of one step under one window that have few new tokens; built once, used by every layer with this window.
+
+    A new token is one that decodes, whatever the others of its row are: it sees the positions up to its own, and their
+    keys and values are in the pool by then.
 
     Attributes:
-        tokens: [number of spans] int64, their places among the new tokens of the step.
+        tokens: [number of new tokens of the spans] int64, their places among the new tokens of the step.
     """
 
     def __init__(
@@ -82,20 +85,20 @@ class LoopDecode:
         Args:
             team: runs the loop.
             inputs: the step.
-            spans: its rows with one new token each, as they are under the window; none may become longer.
+            spans: some of its rows, as they are under the window; none may become longer.
             window: see `StepAttention.attend`.
             kv_cache: the pool, for its sizes.
         """
         self._team = team
         self._shape = kv_cache.shape
-        self.tokens = torch.tensor([span.tokens.start for span in spans])
+        self.tokens = torch.tensor([token for span in spans for token in range(span.tokens.start, span.tokens.stop)])
         self._positions = inputs.positions
         self._window = window or 0
-        is_whole = len(spans) == inputs.num_rows
-        rows = [span.row for span in spans]
+        rows = [span.row for span in spans for _ in range(span.num_new)]
+        is_whole = rows == list(range(inputs.num_rows))
         self._pages = inputs.page_table.contiguous() if is_whole else inputs.page_table[rows]
         self._longest = max(span.length for span in spans)
-        self._total = sum(span.length for span in spans)
+        self._total = sum(span.length * span.num_new for span in spans)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See `SparseDecode.attend`; queries may be a view of heads that lie side by side."""

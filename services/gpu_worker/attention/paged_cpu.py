@@ -1,9 +1,9 @@
 """gpu_worker: paged attention for CPUs.
 
-Decoding rows read keys and values in place, in a compiled loop where there is one (`loop_decode`), else as products of
-torch (`sparse_decode`). A row with several new tokens reads its context as a view
-where its pages are neighbours in the pool, and otherwise gathers it: once for a whole chunk of tokens, which then each
-go through all of it.
+Decoding rows read keys and values in place, in a compiled loop where there is one (`loop_decode`), which takes rows
+with a few new tokens too, else as products of torch (`sparse_decode`). A row with more of them reads its context as a
+view where its pages are neighbours in the pool, and otherwise gathers it: once for a whole chunk of tokens, which then
+each go through all of it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from services.gpu_worker.step_inputs import StepInputs
 if TYPE_CHECKING:
     from services.gpu_worker.attention.loop_decode import LoopAttention
 
+
+FEW_TOKENS = 8
+"""New tokens of a row up to which each goes through the loop as if it were a row: together they would share reads."""
 
 _MANY_TOKENS = 32
 """New tokens of a row from which on rounding its whole context costs less than it saves."""
@@ -84,7 +87,7 @@ class PagedCpuStep:
         self._kv_cache = kv_cache
         self._loops = loops
         self._decoding_loops = loops if loops is not None and loops.fits(kv_cache.shape.head_dim) else None
-        self._decodes_in_place = decodes_sparsely or self._decoding_loops is not None
+        self._most_in_place = FEW_TOKENS if self._decoding_loops is not None else int(decodes_sparsely)
         self._rounds_prompts = rounds_prompts
         self._longest = max(inputs.context_lengths)
         self._layouts: dict[int | None, _Layout] = {}
@@ -125,7 +128,7 @@ class PagedCpuStep:
         decoding: list[RowSpan] = []
         contexts: list[_Context] = []
         for span in row_spans(self._inputs, window):
-            if span.num_new == 1 and self._decodes_in_place:
+            if span.num_new <= self._most_in_place:
                 decoding.append(span)
                 continue
             computed = torch.bfloat16 if self._rounds_prompts and span.num_new >= _MANY_TOKENS else dtype

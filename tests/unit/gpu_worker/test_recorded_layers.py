@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.gpu_worker.attention import attention_for
 from services.gpu_worker.attention.backend import AttentionBackend
+from services.gpu_worker.attention.paged_cpu import FEW_TOKENS
 from services.gpu_worker.attention.reference import ReferenceAttention
 from services.gpu_worker.cpu_loops import loops_problem
 from services.gpu_worker.decode_graphs import GraphLimits
@@ -21,7 +22,7 @@ from services.gpu_worker.products.forms import CpuForms
 from services.gpu_worker.products.grid import has_grid_loop
 from services.gpu_worker.products.quantized_forms import QuantizedForms
 from services.gpu_worker.recorded_layers import SIZES
-from services.gpu_worker.step_inputs import build_step_inputs
+from services.gpu_worker.step_inputs import StepRow, build_step_inputs
 from services.gpu_worker.weights import LoadedModel, RunnableModel, check_model, load_laid_out
 from services.model_files.source import open_model
 from tests.unit.gpu_worker.graph_cases import (
@@ -32,14 +33,13 @@ from tests.unit.gpu_worker.graph_cases import (
     check_padding,
     check_replay_is_eager,
     decode_rows,
-    mixed_inputs,
 )
 from tests.unit.gpu_worker.recording_device import RecordingDevice
 from tests.unit.gpu_worker.step_bench import CPU
 from tests.unit.gpu_worker.tiny_models import CONFIGS, make_tiny_model
 
 pytestmark = pytest.mark.skipif(not has_grid_loop(), reason="this processor has no instructions for the loops")
-MOST_ROWS = 8
+MOST_ROWS = FEW_TOKENS
 
 
 @pytest.fixture(params=[1, 2])
@@ -78,7 +78,7 @@ def recorded_pair(model: RunnableModel, monkeypatch: pytest.MonkeyPatch) -> Pair
     for runner in (pair.eager, pair.graphed):
         runner.kv_cache.keys.copy_(mark)
         runner.kv_cache.values.copy_(mark.flip(0))
-    recorded = pair.graphed.record_layers(GraphLimits(MOST_ROWS, MAX_LENGTH), lambda: None)
+    recorded = pair.graphed.record_layers(GraphLimits(1, MAX_LENGTH), lambda: None)
     assert recorded is not None
     assert recorded.most_rows == MOST_ROWS
     run = recorded.run
@@ -100,10 +100,22 @@ def test_replayed_layers_are_the_launched_ones(
     pair.eager.kv_cache.keys.copy_(pair.graphed.kv_cache.keys)
     pair.eager.kv_cache.values.copy_(pair.graphed.kv_cache.values)
     check_replay_is_eager(pair, MOST_ROWS, 0.0)
-    inputs = mixed_inputs()
+    for lengths in ((3, 1), (1, 2, 1), (8,), (5, 3)):
+        check_new_tokens(pair, lengths, is_replayed=True)
+    for lengths in ((9,), (1, 1, 8)):
+        check_new_tokens(pair, lengths, is_replayed=False)
+
+
+def check_new_tokens(pair: Pair, lengths: tuple[int, ...], is_replayed: bool) -> None:
+    """A step whose rows have so many new tokens behind three computed ones."""
+    rows = [
+        StepRow([*range(10 * row, 10 * row + count)], 3, [3 * row + 1, 3 * row, 3 * row + 2], samples=True)
+        for row, count in enumerate(lengths)
+    ]
+    inputs = build_step_inputs(rows, PAGE_SIZE, CPU)
     num_replays = pair.device.num_replays
-    assert torch.equal(pair.graphed.forward(inputs), pair.eager.forward(inputs))
-    assert pair.device.num_replays == num_replays
+    assert torch.equal(pair.graphed.hidden(inputs), pair.eager.hidden(inputs))
+    assert pair.device.num_replays - num_replays == is_replayed
 
 
 def test_the_pool_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,12 +144,12 @@ def test_experts_are_not_recorded(tmp_path: Path) -> None:
     assert runner_of(model).record_layers(GraphLimits(MOST_ROWS, MAX_LENGTH), lambda: None) is None
 
 
-def test_the_largest_step_is_recorded_whatever_the_ladder_says(tmp_path: Path) -> None:
+def test_what_rows_of_a_few_tokens_can_come_to_is_recorded(tmp_path: Path) -> None:
     pumped: list[int] = []
-    recorded = runner_of(in_codes("llama", tmp_path)).record_layers(GraphLimits(7, 12), lambda: pumped.append(1))
+    recorded = runner_of(in_codes("llama", tmp_path)).record_layers(GraphLimits(5, 12), lambda: pumped.append(1))
     assert recorded is not None
-    assert recorded.most_rows == 7
-    assert len(pumped) == len([size for size in SIZES if size < 7]) + 1
+    assert recorded.most_rows == 5 * FEW_TOKENS
+    assert len(pumped) == SIZES.index(40) + 1
 
 
 @pytest.mark.skipif(bool(loops_problem()), reason=str(loops_problem()))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
-from services.gpu_worker.step_inputs import StepRow, build_step_inputs
+from services.gpu_worker.step_inputs import StepRow, build_step_inputs, one_row_a_token
 
 CPU = torch.device("cpu")
 
@@ -24,6 +24,18 @@ def test_rows_are_flattened_one_after_another() -> None:
     assert inputs.sample_indices.tolist() == [2]
     assert inputs.sample_indices.dtype == inputs.input_ids.dtype == torch.int64
     assert (inputs.num_tokens, inputs.num_rows) == (4, 2)
+
+
+def test_tokens_of_a_row_as_rows_of_their_own() -> None:
+    rows = [StepRow([7, 8, 9], 5, [4, 0], samples=True), StepRow([3], 9, [2, 5, 1], samples=True)]
+    inputs = build_step_inputs(rows, 4, CPU)
+    apart = one_row_a_token(inputs)
+    pages = [4, 0, 0]
+    expected = [StepRow([token], 5 + place, pages, samples=place == 2) for place, token in enumerate([7, 8, 9])]
+    alike = build_step_inputs([*expected, rows[1]], 4, CPU)
+    for field in ("input_ids", "positions", "slot_mapping", "page_table", "sample_indices"):
+        assert torch.equal(getattr(apart, field), getattr(alike, field)), field
+    assert (apart.query_lengths, apart.context_lengths) == (alike.query_lengths, alike.context_lengths)
 
 
 def test_no_row_samples() -> None:
