@@ -23,10 +23,11 @@ from torch import Tensor
 
 from bench.draw_stability import BEGINNINGS
 from bench.provenance import provenance
-from services.gpu_worker.attention import attention_for
+from services.gpu_worker.attention.paged_cpu import PagedCpuAttention
 from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.integer_weights import INTEGERS, rounded
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
+from services.gpu_worker.kv_dtype import choose_kv_dtype
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.models.layer_weights import DecoderWeights
@@ -79,9 +80,12 @@ class Writer:
         self, config: ModelConfig, weights: DecoderWeights[Projection], max_tokens: int, *, is_exact: bool
     ) -> None:
         self._pages = list(range(-(-max_tokens // _PAGE_SIZE)))
-        shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, _PAGE_SIZE, torch.float32)
+        settings = Settings(numerics="exact" if is_exact else "fast")
+        kv_dtype = choose_kv_dtype(settings, _CPU, torch.float32, config.head_dim)
+        shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, _PAGE_SIZE, kv_dtype)
         pool = KvCache(shape, len(self._pages), _CPU)
-        attention = attention_for(_CPU, torch.float32, rounds_prompts=not is_exact and has_fast_bfloat16())
+        rounds_prompts = not is_exact and has_fast_bfloat16()
+        attention = PagedCpuAttention(kv_dtype, computes_in=torch.float32, rounds_prompts=rounds_prompts)
         self._runner = ModelRunner(config, weights, pool, attention, operators_for(_CPU))
 
     def logits(self, ids: Sequence[int]) -> Tensor:

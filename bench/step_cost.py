@@ -21,11 +21,12 @@ import torch
 
 from bench.provenance import provenance
 from bench.step_options import laid_out_model, step_parser
-from services.gpu_worker.attention import attention_for
+from services.gpu_worker.attention.paged_cpu import PagedCpuAttention
 from services.gpu_worker.decode_graphs import GraphLimits
 from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.held_rows import WorkerSizes
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
+from services.gpu_worker.kv_dtype import choose_kv_dtype
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.prepared_step import Spans
 from services.gpu_worker.proposals import Proposals
@@ -37,6 +38,7 @@ from services.gpu_worker.step_work import RowOptions, StepMasks, StepOutput, Ste
 from services.gpu_worker.uploads import upload_together
 from services.gpu_worker.weights import RunnableModel
 from services.gpu_worker.worker_state import WorkerState
+from services.runtime.config import Settings
 from services.wire.columns import pack_int32, unpack_int32
 from services.wire.request_params import SamplingParams
 from services.wire.steps import NewRow, StepPlan
@@ -94,12 +96,21 @@ class Times:
 class DecodingRows:
     """Rows of a worker that decode on and on."""
 
-    def __init__(self, model: RunnableModel, num_rows: int, context: int, num_steps: int, sampling: str) -> None:
+    def __init__(
+        self,
+        model: RunnableModel,
+        num_rows: int,
+        context: int,
+        num_steps: int,
+        sampling: str,
+        numerics: str = "exact",
+    ) -> None:
         config = model.config
+        kv_dtype = choose_kv_dtype(Settings(numerics=numerics), _CPU, torch.float32, config.head_dim)
         num_pages = num_rows * -(-(context + num_steps) // _PAGE_SIZE)
-        shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, _PAGE_SIZE, torch.float32)
+        shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, _PAGE_SIZE, kv_dtype)
         pool = KvCache(shape, num_pages, _CPU)
-        attention = attention_for(_CPU, torch.float32)
+        attention = PagedCpuAttention(kv_dtype, computes_in=torch.float32)
         self.runner = RecordingRunner(config, model.weights, pool, attention, operators_for(_CPU))
         self.runner.record_layers(GraphLimits(num_rows, config.max_position_embeddings), lambda: None)
         sizes = WorkerSizes(num_rows, config.max_position_embeddings, config.vocab_size, _PAGE_SIZE, num_pages)
@@ -190,7 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     num_steps = 2 * (options.rounds + _WARM_UP_ROUNDS)
     for num_rows in options.rows:
         for sampling in SAMPLING:
-            times = measure(DecodingRows(model, num_rows, options.context, num_steps, sampling), options.rounds)
+            rows = DecodingRows(model, num_rows, options.context, num_steps, sampling, options.numerics)
+            times = measure(rows, options.rounds)
             whole, plain, forward = median(times.whole), median(times.plain), median(times.forward)
             name = f"{num_rows}, {sampling}"
             print(

@@ -22,10 +22,12 @@ from services.gpu_worker.weights import RunnableModel
 _WARM_UP_ROUNDS = 3
 
 
-def measure(model: RunnableModel, context: int, num_rounds: int, num_proposals: int) -> tuple[float, float]:
+def measure(
+    model: RunnableModel, context: int, num_rounds: int, num_proposals: int, numerics: str = "exact"
+) -> tuple[float, float]:
     """Milliseconds of a plain step and of one with proposals: medians."""
     num_all = num_rounds + _WARM_UP_ROUNDS
-    rows = DecodingRows(model, 1, context, num_all * (num_proposals + 2), "greedy")
+    rows = DecodingRows(model, 1, context, num_all * (num_proposals + 2), "greedy", numerics)
     pairs = [(rows.decode(), rows.verify(num_proposals)) for _ in range(num_all)][_WARM_UP_ROUNDS:]
     return median(plain for plain, _ in pairs), median(verified for _, verified in pairs)
 
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("|--:|--:|--:|--:|")
     results: dict[str, dict[str, float]] = {}
     for num_proposals in options.proposals:
-        plain, verified = measure(model, options.context, options.rounds, num_proposals)
+        plain, verified = measure(model, options.context, options.rounds, num_proposals, options.numerics)
         print(f"| {num_proposals} | {plain:.2f} | {verified:.2f} | {verified / plain:.2f} |", flush=True)
         results[str(num_proposals)] = {"plain_ms": round(plain, 3), "verify_ms": round(verified, 3)}
     if options.out is not None:

@@ -1,4 +1,4 @@
-"""gpu_worker: where weights and keys and values of 8 bits go: what the settings ask for, or why that cannot be."""
+"""gpu_worker: where weights of 8 bits go: what the settings ask for, or why that cannot be."""
 
 from __future__ import annotations
 
@@ -6,38 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from services.gpu_worker.fp8 import E4M3, E5M2
 from services.gpu_worker.kernels import rounding_for
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.products.fp8 import Fp8Forms
 from services.runtime.config import Settings
 from services.runtime.service import StartError
 
-_KV_DTYPES = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": E5M2}
 _LEAST_CAPABILITY = (8, 9)  # of devices that convert these numbers and multiply them
-
-
-def choose_kv_dtype(settings: Settings, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The element type of the KV pool.
-
-    Args:
-        settings: `kv_cache_dtype` and `numerics`.
-        device: where the pool lies.
-        dtype: of the model.
-
-    Raises:
-        StartError: 8 bits do not go with the other settings, or not with this device.
-    """
-    flag = f"--kv-cache-dtype {settings.kv_cache_dtype}"
-    if settings.kv_cache_dtype == "auto":
-        return dtype
-    if settings.numerics == "exact":
-        raise StartError(f"--numerics exact computes in float32: {flag} goes with --numerics fast")
-    if device.type == "cuda":
-        _require_capability(flag, device)
-        if dtype == torch.float32:
-            raise StartError(f"{flag} goes with half precision on a CUDA device: --dtype bfloat16")
-    return _KV_DTYPES[settings.kv_cache_dtype]
 
 
 def check_fp8_weights(settings: Settings, device: torch.device, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -51,7 +26,7 @@ def check_fp8_weights(settings: Settings, device: torch.device, config: ModelCon
         raise StartError(f"--numerics exact computes in float32: {flag} goes with --numerics fast")
     if device.type != "cuda":
         raise StartError(f"{flag} needs a CUDA device that multiplies such numbers, not a CPU")
-    _require_capability(flag, device)
+    require_capability(flag, device)
     if dtype != torch.bfloat16:
         raise StartError(f"{flag} gives results in bfloat16: --dtype bfloat16")
     if config.experts is not None:
@@ -73,7 +48,8 @@ def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
-def _require_capability(flag: str, device: torch.device) -> None:
+def require_capability(flag: str, device: torch.device) -> None:
+    """StartError where a device does not convert such numbers and multiply them; `flag`: what asked for it."""
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         has, needs = (".".join(map(str, each)) for each in (capability, _LEAST_CAPABILITY))

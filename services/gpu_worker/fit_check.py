@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from services.gpu_worker.eight_bits import choose_kv_dtype, fp8_forms
+from services.gpu_worker.eight_bits import fp8_forms
 from services.gpu_worker.host_limits import available_memory_bytes, num_cores, total_memory_bytes
 from services.gpu_worker.integer_weights import check_rounding, rounded
 from services.gpu_worker.kv_cache import KvCacheShape
+from services.gpu_worker.kv_dtype import choose_kv_dtype
 from services.gpu_worker.memory import MemoryState, pool_size
 from services.gpu_worker.models.checkpoint_layout import allocate_weights, placements
 from services.gpu_worker.models.config import ModelConfig
@@ -106,7 +107,8 @@ def fit(settings: Settings, device: torch.device, host: Machine, is_config_only:
     except StartError as error:
         return Fit(problem=str(error), remedy="set a lower --tp-size")
     try:
-        shape = _page_shape(settings, shard.config, choose_kv_dtype(settings, device, dtype))
+        kv_dtype = choose_kv_dtype(settings, device, dtype, config.head_dim)
+        shape = _page_shape(settings, shard.config, kv_dtype)
         check_rounding(settings, device)
         eight = fp8_forms(settings, config, device, dtype, lambda: None)
     except StartError as error:

@@ -32,7 +32,7 @@ class KvCacheShape:
         num_kv_heads: key/value heads of a layer.
         head_dim: width of a head.
         page_size: tokens in a page, >= 1.
-        dtype: element type of keys and values; that of the model, or one of `fp8`.
+        dtype: element type of keys and values; that of the model, half precision, or one of `fp8`.
     """
 
     num_layers: int
@@ -86,7 +86,7 @@ class KvCache:
         return self.values[layer].flatten(0, 1)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Stores new tokens' keys and values, rounded where the pool's numbers have 8 bits.
+        """Stores new tokens' keys and values, rounded where the pool's numbers have fewer bits.
 
         Args:
             layer: of the model.
@@ -96,9 +96,9 @@ class KvCache:
         """
         for pool, new in ((self.key_slots(layer), keys), (self.value_slots(layer), values)):
             if is_fp8(pool.dtype):
-                as_bytes(pool).index_copy_(0, slots, as_bytes(to_fp8(new, pool.dtype)))
+                as_bytes(pool).index_copy_(0, slots, as_bytes(narrowed(new, pool.dtype)))
             else:
-                pool.index_copy_(0, slots, new)
+                pool.index_copy_(0, slots, narrowed(new, pool.dtype))
 
     def zero_pages(self, page_ids: Sequence[int]) -> None:
         """Clears pages in all layers, so that what a failed row left (NaN) cannot reach whoever gets the page next."""
@@ -116,6 +116,16 @@ class KvCache:
         for pool in (self.keys, self.values):
             numbers = as_bytes(pool) if is_fp8(pool.dtype) else pool
             numbers.flatten(1, num_dims_of_place).index_fill_(1, index, 0)
+
+
+def narrowed(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers as a pool of this dtype keeps them; what is too large for it becomes its largest number."""
+    if numbers.dtype == dtype:
+        return numbers
+    if is_fp8(dtype):
+        return to_fp8(numbers, dtype)
+    largest = torch.finfo(dtype).max
+    return numbers.clamp(-largest, largest).to(dtype)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

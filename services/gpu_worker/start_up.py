@@ -19,7 +19,7 @@ from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.attention.fastest import AttentionTask
 from services.gpu_worker.decode_graphs import GraphLimits
 from services.gpu_worker.dummy_weights import dummy_model
-from services.gpu_worker.eight_bits import choose_kv_dtype, fp8_forms
+from services.gpu_worker.eight_bits import fp8_forms
 from services.gpu_worker.fp8 import E4M3
 from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.grammar_compiler import GrammarCompiler
@@ -31,6 +31,7 @@ from services.gpu_worker.host_limits import stored_bytes_read
 from services.gpu_worker.integer_weights import check_rounding, rounded
 from services.gpu_worker.kernels import triton_problem, with_fast_experts
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
+from services.gpu_worker.kv_dtype import choose_kv_dtype
 from services.gpu_worker.largest_step import run_largest_step
 from services.gpu_worker.load_progress import LoadProgress
 from services.gpu_worker.memory import MemoryState, measure_memory, pool_size
@@ -176,7 +177,7 @@ def load_parts(settings: Settings, pump: Callable[[], None], group: RankGroup | 
     check_rounding(settings, device)
     model, digest, loaded = _load(settings, device, pump, group)
     config, dtype = model.config, model.weights.embedding.dtype
-    kv_dtype = choose_kv_dtype(settings, device, dtype)
+    kv_dtype = choose_kv_dtype(settings, device, dtype, config.head_dim)
     shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, kv_dtype)
     if group is not None:
         group.agree(facts_of(settings, digest, device, dtype), pump)

@@ -151,8 +151,8 @@ class Settings:
     # the worker
     attention_backend: str = setting("auto", "attention implementation; auto: the fastest there is",
                                      ("auto", "reference", "paged", "triton", "varlen", "flashinfer"))  # fmt: skip
-    kv_cache_dtype: str = setting("auto", "element type of the KV pool; auto: the model's, fp8: e4m3",
-                                  ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"))  # fmt: skip
+    kv_cache_dtype: str = setting("auto", "element type of the KV pool; auto: the model's, on a CPU float16; fp8: e4m3",
+                                  ("auto", "float32", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"))  # fmt: skip
     cuda_graphs: bool = setting(True, "replay recorded decode steps on CUDA instead of launching them")
     num_threads: int = setting(0, "threads of the worker's CPU kernels (0: one for each core)")
     # logs

@@ -22,7 +22,7 @@ def attention_for(
     On a CUDA device our own kernels, where Triton works and a head is no wider than they can take.
     """
     takes_kernels = device.type == "cuda" and head_dim <= MAX_HEAD_DIM and triton_problem() is None
-    return _triton(device) if takes_kernels else _paged(device, dtype, rounds_prompts)
+    return _triton(device) if takes_kernels else _paged(device, dtype, None, rounds_prompts)
 
 
 def attention_named(name: str, task: AttentionTask) -> AttentionBackend:
@@ -35,7 +35,7 @@ def attention_named(name: str, task: AttentionTask) -> AttentionBackend:
     if name == "reference":
         return ReferenceAttention()
     if name == "paged":
-        return _paged(device, task.shape.dtype, task.rounds_prompts)
+        return _paged(device, task.shape.dtype, task.dtype, task.rounds_prompts)
     if name == "auto":
         return _automatic(task)
     if problem := _problem(name, task):
@@ -45,7 +45,7 @@ def attention_named(name: str, task: AttentionTask) -> AttentionBackend:
 
 def _automatic(task: AttentionTask) -> AttentionBackend:
     if task.device.type != "cuda":
-        return _paged(task.device, task.shape.dtype, task.rounds_prompts)
+        return _paged(task.device, task.shape.dtype, task.dtype, task.rounds_prompts)
     candidates = ways_on_cuda(task) or {"paged": PagedCudaAttention()}
     return fastest_attention(candidates, task)
 
@@ -79,9 +79,13 @@ def _on_cuda(name: str, device: torch.device) -> AttentionBackend:
     return _triton(device)
 
 
-def _paged(device: torch.device, dtype: torch.dtype, rounds_prompts: bool) -> AttentionBackend:
+def _paged(
+    device: torch.device, dtype: torch.dtype, computes_in: torch.dtype | None, rounds_prompts: bool
+) -> AttentionBackend:
     """Of torch's own operations."""
-    return PagedCudaAttention() if device.type == "cuda" else PagedCpuAttention(dtype, rounds_prompts=rounds_prompts)
+    if device.type == "cuda":
+        return PagedCudaAttention()
+    return PagedCpuAttention(dtype, computes_in=computes_in, rounds_prompts=rounds_prompts)
 
 
 def _triton(device: torch.device) -> AttentionBackend:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import llvmlite.binding
 import torch
 from torch import Tensor
 
@@ -31,6 +32,10 @@ class LoopAttention:
     def fits(self, head_dim: int) -> bool:
         """Whether the loop for attention takes heads of this width."""
         return head_dim % LANES == 0
+
+    def reads_halves(self, head_dim: int) -> bool:
+        """Whether the pool may be in half precision; without the instruction for it each number would be a call."""
+        return self.fits(head_dim) and llvmlite.binding.get_host_cpu_features().get("f16c", False)
 
     def decode(self, inputs: StepInputs, spans: Sequence[RowSpan], window: int | None, kv_cache: KvCache) -> LoopDecode:
         """Prepares attention of rows with few new tokens; see `LoopDecode`."""
@@ -61,7 +66,7 @@ class LoopAttention:
         numbers = (
             heads.data_ptr(), heads.stride(0), values.data_ptr(), values.stride(0), cos.data_ptr(), sin.data_ptr(),
             slots.data_ptr(), kv_cache.keys[layer].data_ptr(), kv_cache.values[layer].data_ptr(), len(slots),
-            num_heads, num_kv_heads, dim,
+            num_heads, num_kv_heads, dim, 8 * kv_cache.shape.dtype.itemsize,
         )  # fmt: skip
         self._team.run(ROTATE_AND_WRITE, array("q", numbers), heads.numel() >= LARGE_WORK)
         return heads[:, :num_heads]
@@ -105,12 +110,12 @@ class LoopDecode:
         num_heads, dim = queries.shape[1:]
         out = torch.empty(len(self.tokens), num_heads, dim)
         num_kv_heads = self._shape.num_kv_heads
-        num_scores = torch.get_num_threads() * (num_heads // num_kv_heads) * self._longest
+        num_scores = torch.get_num_threads() * (num_heads // num_kv_heads) * (self._longest + 1)
         numbers = (
             queries.data_ptr(), queries.stride(0), self.tokens.data_ptr(), self._pages.data_ptr(),
             self._pages.shape[1], self._positions.data_ptr(), self._window, keys.data_ptr(), values.data_ptr(),
             out.data_ptr(), self._team.scratch(4 * num_scores), self._longest, len(self.tokens), num_heads,
-            num_kv_heads, dim, self._shape.page_size,
+            num_kv_heads, dim, self._shape.page_size, 8 * self._shape.dtype.itemsize,
         )  # fmt: skip
         self._team.run(DECODE_ATTENTION, array("q", numbers), self._total * num_heads * dim >= LARGE_WORK)
         return out

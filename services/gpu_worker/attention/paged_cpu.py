@@ -45,22 +45,37 @@ class Decode(Protocol):
 class PagedCpuAttention:
     """An `AttentionBackend` for the CPU."""
 
-    def __init__(self, dtype: torch.dtype, *, uses_loops: bool = True, rounds_prompts: bool = False) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        computes_in: torch.dtype | None = None,
+        uses_loops: bool = True,
+        rounds_prompts: bool = False,
+    ) -> None:
         """Finds out what there is for the pool's dtype; if nothing, decoding rows go as others do.
 
         Args:
             dtype: of the pool.
+            computes_in: dtype of queries, and of keys and values before they are stored; None: the pool's.
             uses_loops: whether compiled loops may be used, where they can.
             rounds_prompts: whether rows with many new tokens are computed in bfloat16, as the products of so many rows
                 are then too (see `has_fast_bfloat16`).
         """
-        self._loops = _loops() if uses_loops and dtype == torch.float32 else None
+        has_loops = (computes_in or dtype) == torch.float32 and dtype in (torch.float32, torch.float16)
+        self._loops = _loops() if uses_loops and has_loops else None
         self._decodes_sparsely = not is_fp8(dtype) and has_sparse_products(dtype)
         self._rounds_prompts = rounds_prompts
 
     def begin_step(self, inputs: StepInputs, kv_cache: KvCache) -> PagedCpuStep:
         """See `AttentionBackend.begin_step`."""
         return PagedCpuStep(inputs, kv_cache, self._loops, self._decodes_sparsely, self._rounds_prompts)
+
+
+def reads_halves(head_dim: int) -> bool:
+    """Whether the loops can run here and read a pool in half precision whose heads have this width."""
+    loops = _loops()
+    return loops is not None and loops.reads_halves(head_dim)
 
 
 def _loops() -> LoopAttention | None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from services.gpu_worker.attention.backend import rotate_then_write
-from services.gpu_worker.fp8 import is_fp8, to_fp8
-from services.gpu_worker.kv_cache import KvCache
+from services.gpu_worker.kv_cache import KvCache, narrowed
 from services.gpu_worker.step_inputs import StepInputs
 
 
@@ -33,10 +32,8 @@ class ReferenceStep:
     def write_kv(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """See `StepAttention.write_kv`."""
         dtype = self._kv_cache.shape.dtype
-        if is_fp8(dtype):
-            keys, values = to_fp8(keys, dtype), to_fp8(values, dtype)
-        self._kv_cache.key_slots(layer)[self._inputs.slot_mapping] = keys
-        self._kv_cache.value_slots(layer)[self._inputs.slot_mapping] = values
+        self._kv_cache.key_slots(layer)[self._inputs.slot_mapping] = narrowed(keys, dtype)
+        self._kv_cache.value_slots(layer)[self._inputs.slot_mapping] = narrowed(values, dtype)
 
     def write_rotated(self, layer: int, heads: Tensor, values: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """See `StepAttention.write_rotated`."""

@@ -11,14 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from services.gpu_worker.cpu_loops.head_vectors import add_scaled, dot, number_at, put_number
+from services.gpu_worker.cpu_loops.head_vectors import (
+    KEYS,
+    LANES,
+    add_values,
+    largest_of,
+    number_at,
+    put_number,
+    score_keys,
+)
 from services.gpu_worker.cpu_loops.jit import (
     compiled,
     exponential,
     floats,
     int64s,
     integers,
-    largest,
     loop,
     num_threads,
     share,
@@ -27,34 +34,77 @@ from services.gpu_worker.cpu_loops.jit import (
 
 
 @compiled
-def _softmax(at: int, length: int) -> None:
-    """Of [length] float32 at an address, in place."""
+def _exponentials(at: int, length: int) -> np.float32:
+    """Of [length] float32 at an address, less the largest of them, in place; returns their sum."""
     scores = floats(at, length)
-    most = largest(scores, length)
+    whole = length - length % LANES
+    most = largest_of(at, whole)
+    for i in range(whole, length):
+        most = max(most, scores[i])
     total = np.float32(0)
     for i in range(length):
         scores[i] = exponential(scores[i] - most)
         total += scores[i]
-    for i in range(length):
-        scores[i] /= total
+    return total
+
+
+@compiled
+def _score(bits: int, query: int, keys: int, step: int, count: int, dim: int, scores: int) -> None:
+    """Products of a query with `count` keys of a pool, `step` bytes apart."""
+    scale = np.float32(1) / np.sqrt(np.float32(dim))
+    i = 0
+    while i < count:
+        key, score = keys + i * step, scores + 4 * i
+        if i + KEYS <= count:
+            if bits == 16:
+                score_keys(16, KEYS, query, key, step, dim, score, scale)
+            else:
+                score_keys(32, KEYS, query, key, step, dim, score, scale)
+            i += KEYS
+        else:
+            if bits == 16:
+                score_keys(16, 1, query, key, step, dim, score, scale)
+            else:
+                score_keys(32, 1, query, key, step, dim, score, scale)
+            i += 1
+
+
+@compiled
+def _add_values(bits: int, result: int, values: int, step: int, count: int, dim: int, weights: int) -> None:
+    """Adds `count` values of a pool, `step` bytes apart, each with its weight."""
+    k = 0
+    while k < dim:
+        total, part = result + 4 * k, values + bits // 8 * k
+        if k + 4 * LANES <= dim:
+            if bits == 16:
+                add_values(16, 4, total, part, step, count, weights)
+            else:
+                add_values(32, 4, total, part, step, count, weights)
+            k += 4 * LANES
+        else:
+            if bits == 16:
+                add_values(16, 1, total, part, step, count, weights)
+            else:
+                add_values(32, 1, total, part, step, count, weights)
+            k += LANES
 
 
 @loop
 def DECODE_ATTENTION(pointer: Any) -> None:  # noqa: N802
     """Computes out [rows, heads, dim] of queries [tokens, heads, dim], each over its row's tokens up to itself.
 
-    With a window > 0 it sees itself and the `window - 1` tokens before it.
+    With a window > 0 it sees itself and the `window - 1` tokens before it. The pool's numbers have 32 or 16 bits.
     """
     (
         queries, queries_stride, tokens, pages, pages_stride, positions, window, keys_pool, values_pool, out, scratch,
-        longest, rows, num_heads, num_kv_heads, dim, page_size,
-    ) = integers(pointer, 17)  # fmt: skip
+        longest, rows, num_heads, num_kv_heads, dim, page_size, bits,
+    ) = integers(pointer, 18)  # fmt: skip
     shared_by = num_heads // num_kv_heads
     group = shared_by if rows * num_kv_heads >= 2 * num_threads() else 1
     tasks_of_row = num_heads // group
-    token_bytes, head_bytes, line_bytes = 4 * num_kv_heads * dim, 4 * dim, 4 * longest
-    scale = np.float32(1) / np.sqrt(np.float32(dim))
-    scores = scratch + thread() * shared_by * line_bytes
+    token_bytes, head_bytes, line_bytes = bits // 8 * num_kv_heads * dim, 4 * dim, 4 * longest
+    scores = scratch + thread() * shared_by * (line_bytes + 4)
+    totals = scores + shared_by * line_bytes
     token_of = int64s(tokens, rows)
     first_task, end_task = share(rows * tasks_of_row)
     for task in range(first_task, end_task):
@@ -64,23 +114,27 @@ def DECODE_ATTENTION(pointer: Any) -> None:  # noqa: N802
         page_ids = int64s(pages + 8 * row * pages_stride, pages_stride)
         query = queries + 4 * token_of[row] * queries_stride + head * head_bytes
         result = out + (row * num_heads + head) * head_bytes
-        kv_head = head // shared_by * head_bytes
+        kv_head = head // shared_by * dim * bits // 8
         for page in range(first // page_size, (end - 1) // page_size + 1):
-            begin = page * page_size
-            slots = keys_pool + (page_ids[page] * page_size - begin) * token_bytes + kv_head
-            for position in range(max(first, begin), min(end, begin + page_size)):
-                for g in range(group):
-                    score = scale * dot(query + g * head_bytes, slots + position * token_bytes, dim)
-                    put_number(scores + g * line_bytes + 4 * (position - first), score)
-        for g in range(group):
-            _softmax(scores + g * line_bytes, end - first)
+            begin, stop = max(first, page * page_size), min(end, (page + 1) * page_size)
+            slot = page_ids[page] * page_size + begin - page * page_size
+            keys = keys_pool + slot * token_bytes + kv_head
+            for g in range(group):
+                place = scores + g * line_bytes + 4 * (begin - first)
+                _score(bits, query + g * head_bytes, keys, token_bytes, stop - begin, dim, place)
         sums = floats(result, group * dim)
         for k in range(group * dim):
             sums[k] = np.float32(0)
+        for g in range(group):
+            put_number(totals + 4 * g, _exponentials(scores + g * line_bytes, end - first))
         for page in range(first // page_size, (end - 1) // page_size + 1):
-            begin = page * page_size
-            slots = values_pool + (page_ids[page] * page_size - begin) * token_bytes + kv_head
-            for position in range(max(first, begin), min(end, begin + page_size)):
-                for g in range(group):
-                    weight = number_at(scores + g * line_bytes + 4 * (position - first))
-                    add_scaled(result + g * head_bytes, slots + position * token_bytes, weight, dim)
+            begin, stop = max(first, page * page_size), min(end, (page + 1) * page_size)
+            slot = page_ids[page] * page_size + begin - page * page_size
+            values = values_pool + slot * token_bytes + kv_head
+            for g in range(group):
+                place = scores + g * line_bytes + 4 * (begin - first)
+                _add_values(bits, result + g * head_bytes, values, token_bytes, stop - begin, dim, place)
+        for g in range(group):
+            factor = np.float32(1) / number_at(totals + 4 * g)
+            for k in range(g * dim, (g + 1) * dim):
+                sums[k] *= factor

@@ -119,20 +119,6 @@ def share(count: int) -> tuple[int, int]:
     return count * who // of, count * (who + 1) // of
 
 
-def _compiled_without_nan(function: Callable[..., Any]) -> Callable[..., Any]:
-    made: Callable[..., Any] = njit(fastmath=True, error_model="numpy", cache=keeps_compiled())(function)
-    return made
-
-
-@_compiled_without_nan
-def largest(values: Floats, count: int) -> np.float32:
-    """Of `count` >= 1 values; any number where one of them is NaN, which would have to be looked for one by one."""
-    most = np.float32(values[0])
-    for i in range(1, count):
-        most = max(most, np.float32(values[i]))
-    return most
-
-
 @compiled
 def exponential(x: np.float32) -> np.float32:
     """exp(x) for x <= 88; below -87 it stays at exp(-87), and what is not finite becomes NaN.

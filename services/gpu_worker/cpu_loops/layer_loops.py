@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from services.gpu_worker.cpu_loops.head_vectors import store_halves
 from services.gpu_worker.cpu_loops.jit import Floats, compiled, exponential, floats, int64s, integers, loop, share
 
 
@@ -57,13 +58,20 @@ def GATED(pointer: Any) -> None:  # noqa: N802
             result[k] = gate[k] / (np.float32(1) + exponential(min(-gate[k], np.float32(87)))) * up[k]
 
 
+@compiled
+def _copy(target: int, source: int, count: int) -> None:
+    written, read = floats(target, count), floats(source, count)
+    for k in range(count):
+        written[k] = read[k]
+
+
 @loop
 def ROTATE_AND_WRITE(pointer: Any) -> None:  # noqa: N802
     """Turns heads [rows, heads, dim] in place; stores the last kv_heads of them, and values, at each row's slot."""
     (
         heads, heads_stride, values, values_stride, cos, sin, slots, keys_pool, values_pool, rows, num_heads,
-        num_kv_heads, dim,
-    ) = integers(pointer, 13)  # fmt: skip
+        num_kv_heads, dim, bits,
+    ) = integers(pointer, 14)  # fmt: skip
     first, end = share(rows)
     half = dim // 2
     places = int64s(slots, rows)
@@ -77,13 +85,11 @@ def ROTATE_AND_WRITE(pointer: Any) -> None:  # noqa: N802
                 low[k] = a * cosine[k] + b * sine[k]
                 high[k] = b * cosine[half + k] + a * sine[half + k]
         width = num_kv_heads * dim
-        slot = 4 * places[i] * width
-        turned = floats(heads + 4 * (i * heads_stride + num_heads * dim), width)
-        given = floats(values + 4 * i * values_stride, width)
-        key, value = (
-            floats(keys_pool + slot, width),
-            floats(values_pool + slot, width),
-        )
-        for k in range(width):
-            key[k] = turned[k]
-            value[k] = given[k]
+        place = places[i] * width * bits // 8
+        turned, given = heads + 4 * (i * heads_stride + num_heads * dim), values + 4 * i * values_stride
+        if bits == 16:
+            store_halves(keys_pool + place, turned, width)
+            store_halves(values_pool + place, given, width)
+        else:
+            _copy(keys_pool + place, turned, width)
+            _copy(values_pool + place, given, width)

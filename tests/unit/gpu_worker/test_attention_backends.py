@@ -6,7 +6,7 @@ import importlib.util
 import shutil
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -61,7 +61,7 @@ cases = st.builds(
     page_size=st.sampled_from([1, 2, 7, 16]),
     num_kv_heads=st.integers(1, 3),
     group=st.integers(1, 3),
-    head_dim=st.sampled_from([8, 16, 80]),
+    head_dim=st.sampled_from([8, 16, 64, 80, 112]),
     window=st.one_of(st.none(), st.integers(1, 70)),
     dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
     in_order=st.booleans(),
@@ -72,7 +72,7 @@ cases = st.builds(
 class Scene:
     """A step with its pool: the computed tokens hold numbers, every other slot NaN."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, computes_in: torch.dtype | None = None) -> None:
         generator = torch.Generator().manual_seed(case.seed)
         pages_of = [-(-(computed + new) // case.page_size) for computed, new in case.rows]
         num_pages = sum(pages_of) + 3
@@ -98,7 +98,7 @@ class Scene:
             self.inputs.num_tokens, num_heads + 2 * case.num_kv_heads, case.head_dim, generator=generator
         )
         # Slices of one product, as in a model: not contiguous.
-        heads = heads.to(case.dtype)
+        heads = heads.to(computes_in or case.dtype)
         self.queries = heads[:, :num_heads]
         self.keys, self.values = heads[:, num_heads:].chunk(2, dim=1)
 
@@ -135,6 +135,19 @@ def test_agrees_with_the_reference(name: str, case: Case) -> None:
     tolerance = 1e-5 if case.dtype == torch.float32 else 0.03
     torch.testing.assert_close(computed, expected, atol=tolerance, rtol=tolerance)
     assert not computed.isnan().any()
+
+
+@settings(max_examples=120, deadline=None)
+@given(case=cases)
+def test_a_pool_in_half_precision_is_read_in_float32(case: Case) -> None:
+    scene = Scene(replace(case, dtype=torch.float16), torch.float32)
+    backend = PagedCpuAttention(torch.float16, computes_in=torch.float32)
+    computed = scene.attend(backend)
+    assert computed.dtype == torch.float32
+    torch.testing.assert_close(computed, scene.attend(ReferenceAttention()), atol=1e-5, rtol=1e-5)
+    for row in range(len(case.rows)):
+        start, end = scene.inputs.query_starts[row], scene.inputs.query_starts[row + 1]
+        assert torch.equal(scene.attend_alone(backend, row), computed[start:end])
 
 
 @pytest.mark.parametrize("window", [None, 21])

@@ -94,13 +94,14 @@ def test_exponentials_are_right_to_two_units_of_the_last_place() -> None:
 
 
 def rotated(
-    uses_loops: bool, rows: int, heads: tuple[int, int, int], qkv: Tensor
+    uses_loops: bool, rows: int, heads: tuple[int, int, int], qkv: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, KvCache, StepAttention]:
     num_heads, num_kv_heads, dim = heads
-    pool = KvCache(KvCacheShape(2, num_kv_heads, dim, 4, torch.float32), 2 * rows, CPU)
+    pool = KvCache(KvCacheShape(2, num_kv_heads, dim, 4, dtype), 2 * rows, CPU)
     step_rows = [StepRow([1], 5 + row % 3, [rows + row, row], samples=True) for row in range(rows)]
     inputs = build_step_inputs(step_rows, 4, CPU)
-    step = PagedCpuAttention(torch.float32, uses_loops=uses_loops).begin_step(inputs, pool)
+    backend = PagedCpuAttention(dtype, computes_in=torch.float32, uses_loops=uses_loops)
+    step = backend.begin_step(inputs, pool)
     frequencies = 1.0 / 10000.0 ** (torch.arange(0, dim, 2) / dim)
     cos_sin = rotary_cos_sin(frequencies, 1.5, inputs.positions, torch.float32)
     split = num_heads + num_kv_heads
@@ -121,6 +122,20 @@ def test_heads_are_turned_and_stored_as_the_plain_way_does(rows: int, heads: tup
     torch.testing.assert_close(computed, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(pool.keys, expected_pool.keys, rtol=1e-6, atol=1e-6)
     assert torch.equal(pool.values, expected_pool.values)
+
+
+@needs_loops
+@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 2, 16), (6, 1, 80)])
+def test_a_pool_in_half_precision_gets_what_rounding_leaves(heads: tuple[int, int, int]) -> None:
+    qkv = random(5, 7, heads[0] + 2 * heads[1], heads[2])
+    qkv[1, -1, :3] = torch.tensor([1e9, -1e9, math.inf])
+    qkv[2, -1, 5] = math.nan
+    _, expected, _ = rotated(False, 7, heads, qkv.clone(), torch.float16)
+    _, pool, _ = rotated(True, 7, heads, qkv.clone(), torch.float16)
+    assert torch.equal(pool.values.isnan(), expected.values.isnan())
+    assert torch.equal(pool.values.nan_to_num(), expected.values.nan_to_num())
+    assert pool.values.nan_to_num().abs().max() == torch.finfo(torch.float16).max
+    torch.testing.assert_close(pool.keys.float(), expected.keys.float(), rtol=1e-3, atol=1e-6)
 
 
 def random_grid(num_bits: int, num_rows: int, num_columns: int, seed: int) -> WeightGrid:

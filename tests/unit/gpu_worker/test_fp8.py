@@ -13,13 +13,14 @@ from torch import Tensor
 from bench.random_checkpoints import write_checkpoint
 from services.gpu_worker.attention import attention_for
 from services.gpu_worker.attention.backend import AttentionBackend
-from services.gpu_worker.attention.paged_cpu import PagedCpuAttention
+from services.gpu_worker.attention.paged_cpu import PagedCpuAttention, reads_halves
 from services.gpu_worker.attention.paged_cuda import PagedCudaAttention
 from services.gpu_worker.attention.reference import ReferenceAttention
-from services.gpu_worker.eight_bits import check_fp8_weights, choose_kv_dtype
+from services.gpu_worker.eight_bits import check_fp8_weights
 from services.gpu_worker.fit_check import Machine, fit
 from services.gpu_worker.fp8 import E4M3, E5M2, to_fp8
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
+from services.gpu_worker.kv_dtype import choose_kv_dtype
 from services.gpu_worker.models.parse_config import parse_model_config
 from services.gpu_worker.models.projection import DenseProjection
 from services.gpu_worker.products.fp8 import Fp8Forms, Fp8Projection, round_rows
@@ -108,7 +109,7 @@ def test_attention_reads_8_bits_as_the_reference_does(name: str, dtype: torch.dt
 
 def test_a_pool_in_8_bits_takes_a_quarter_of_float32(folder: Path) -> None:
     host = Machine("2", "", "", 2, int(16e9), int(8e9))
-    plain = fit(Settings(model=str(folder)), CPU, host, is_config_only=False)
+    plain = fit(Settings(model=str(folder), kv_cache_dtype="float32"), CPU, host, is_config_only=False)
     eight = fit(Settings(model=str(folder), kv_cache_dtype="fp8"), CPU, host, is_config_only=False)
     assert 4 * eight.kv_bytes_per_token == plain.kv_bytes_per_token
     assert eight.pool_tokens == pytest.approx(4 * plain.pool_tokens, rel=0.01)
@@ -120,10 +121,17 @@ def test_a_pool_in_8_bits_takes_a_quarter_of_float32(folder: Path) -> None:
 
 def test_where_a_pool_in_8_bits_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(name: str, device: torch.device = CUDA, dtype: torch.dtype = torch.bfloat16, **more: str) -> torch.dtype:
-        return choose_kv_dtype(replace(Settings(), kv_cache_dtype=name, **more), device, dtype)  # type: ignore[arg-type]
+        return choose_kv_dtype(replace(Settings(), kv_cache_dtype=name, **more), device, dtype, 16)  # type: ignore[arg-type]
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert choose("auto") == torch.bfloat16
+    assert choose("auto", CPU, torch.float32) == (torch.float16 if reads_halves(16) else torch.float32)
+    assert choose("auto", CPU, torch.float32, numerics="exact") == torch.float32
+    assert choose("float32", CPU, torch.float32, numerics="exact") == choose("float32", CPU, torch.float32)
+    with pytest.raises(StartError, match="--kv-cache-dtype float16 goes with --numerics fast"):
+        choose("float16", CPU, torch.float32, numerics="exact")
+    with pytest.raises(StartError, match="--kv-cache-dtype float16 does not go with a model in bfloat16 here"):
+        choose("float16")
     assert choose("fp8") == choose("fp8_e4m3") == choose("fp8", CPU, torch.float32) == E4M3
     assert choose("fp8_e5m2") == E5M2
     with pytest.raises(StartError, match="--kv-cache-dtype fp8 goes with half precision on a CUDA device"):

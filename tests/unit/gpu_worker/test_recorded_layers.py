@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.gpu_worker.attention import attention_for
 from services.gpu_worker.attention.backend import AttentionBackend
-from services.gpu_worker.attention.paged_cpu import FEW_TOKENS
+from services.gpu_worker.attention.paged_cpu import FEW_TOKENS, PagedCpuAttention
 from services.gpu_worker.attention.reference import ReferenceAttention
 from services.gpu_worker.cpu_loops import loops_problem
 from services.gpu_worker.decode_graphs import GraphLimits
@@ -58,22 +57,25 @@ def in_codes(name: str, folder: Path) -> RunnableModel:
 
 
 def runner_of(
-    model: RunnableModel | LoadedModel, attention: AttentionBackend | None = None, operators: Operators | None = None
+    model: RunnableModel | LoadedModel,
+    attention: AttentionBackend | None = None,
+    operators: Operators | None = None,
+    kv_dtype: torch.dtype = torch.float32,
 ) -> ModelRunner:
     config = model.config
-    shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, torch.float32)
+    shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, kv_dtype)
     return ModelRunner(
         config,
         model.weights,
         KvCache(shape, NUM_PAGES, CPU),
-        attention or attention_for(CPU, torch.float32),
+        attention or PagedCpuAttention(kv_dtype, computes_in=torch.float32),
         operators or operators_for(CPU),
     )
 
 
-def recorded_pair(model: RunnableModel, monkeypatch: pytest.MonkeyPatch) -> Pair:
+def recorded_pair(model: RunnableModel, monkeypatch: pytest.MonkeyPatch, kv_dtype: torch.dtype = torch.float32) -> Pair:
     """Two runners over pools of the same numbers; the second replays, which its device counts."""
-    pair = Pair(runner_of(model), runner_of(model), RecordingDevice())
+    pair = Pair(runner_of(model, kv_dtype=kv_dtype), runner_of(model, kv_dtype=kv_dtype), RecordingDevice())
     mark = torch.randn(pair.eager.kv_cache.keys.shape, generator=torch.Generator().manual_seed(4))
     for runner in (pair.eager, pair.graphed):
         runner.kv_cache.keys.copy_(mark)
@@ -118,8 +120,9 @@ def check_new_tokens(pair: Pair, lengths: tuple[int, ...], is_replayed: bool) ->
     assert pair.device.num_replays - num_replays == is_replayed
 
 
-def test_the_pool_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = recorded_pair(in_codes("qwen3", tmp_path), monkeypatch)
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16])
+def test_the_pool_gets_the_same_numbers(kv_dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = recorded_pair(in_codes("qwen3", tmp_path), monkeypatch, kv_dtype)
     for count in (5, 2, 7, 8, 1):
         pair.step(decode_rows(count, count))
     used = NUM_PAGES  # the dummy page is padding's

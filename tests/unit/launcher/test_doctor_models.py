@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from bench.random_checkpoints import FAMILIES, Shape, write_checkpoint, write_safetensors
+from services.gpu_worker.attention.paged_cpu import reads_halves
 from services.gpu_worker.fit_check import Machine, activation_bytes, fit
 from services.gpu_worker.models.parse_config import parse_model_config
 from services.gpu_worker.start_up import forms_of
@@ -51,7 +52,7 @@ def test_what_weights_take_is_what_they_take_when_loaded(family: str, tmp_path: 
     # A head that is left plain beside its tied embedding is one matrix, which only loading can tell.
     tied = 4 * loaded.config.vocab_size * loaded.config.hidden_size
     assert loaded.weights.num_bytes <= found.weight_bytes <= loaded.weights.num_bytes + tied
-    assert found.kv_bytes_per_token == 2 * 3 * 2 * 16 * 4
+    assert found.kv_bytes_per_token == 2 * 3 * 2 * 16 * (2 if reads_halves(16) else 4)
     assert (found.context, found.dtype, found.model_type) == (512, "float32", family)
     assert fit(settings, CPU, machine(), is_config_only=True) == found
 
