@@ -172,12 +172,17 @@ def crossover(shapes: Sequence[Compared], pump: Callable[[], None]) -> int:
     most = 0
     for rows in _CROSSOVER_ROWS:
         pump()
-        few = sum(shape.count * _seconds_of_codes(shape.few, rows, shape.width) for shape in shapes)
-        many = sum(shape.count * _seconds(shape.many, rows, shape.width) for shape in shapes)
-        if few > many:
+        # Looked at again before it is believed: something else may have run meanwhile.
+        if _are_codes_slower(shapes, rows) and _are_codes_slower(shapes, rows):
             break
         most = rows
     return most
+
+
+def _are_codes_slower(shapes: Sequence[Compared], rows: int) -> bool:
+    few = sum(shape.count * _seconds_of_codes(shape.few, rows, shape.width) for shape in shapes)
+    many = sum(shape.count * _seconds(shape.many, rows, shape.width) for shape in shapes)
+    return few > many
 
 
 def _seconds(projections: Sequence[Projection], rows: int, width: int) -> float:
