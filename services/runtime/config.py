@@ -56,7 +56,7 @@ class Settings:
     load_format: str = setting("auto", "dummy: random weights, to measure without a checkpoint", ("auto", "dummy"))
     numerics: str = setting("fast", "exact: float32, the same tokens alone and in a batch; fast: what runs fastest",
                             ("exact", "fast"))  # fmt: skip
-    quantization: str = setting("none", "rounds weights: fp8 on CUDA; int8 (by rows), int4 (by 32 of a row) on a CPU",
+    quantization: str = setting("none", "rounds weights: fp8 on CUDA; int8 or int4 (by 32 of a row) on a CPU",
                                 ("none", "fp8", "int8", "int4"))  # fmt: skip
     cpu_copies_gb: float = setting(4.0, "most memory for second forms of 4-bit matrices, for many rows, on a CPU")
     max_model_len: int = setting(0, "most tokens of prompt + answer (0: the model's context)")

@@ -1,6 +1,6 @@
 """gpu_worker: `--quantization`: matrices are rounded as they are laid out, and what that did to them is told.
 
-    int8    all of them, one form for any number of rows
+    int8    all of them
     int4    those of the layers; the head is kept in 8 bits, where an error goes straight into the logits
 
 What the file already holds in as few bits is kept as it is. A matrix whose shape the operator cannot take is laid out
@@ -19,8 +19,12 @@ from services.gpu_worker.models.projection import DenseProjection, Projection
 from services.gpu_worker.products.eight_bit import EightBitProjection, has_eight_bit_products
 from services.gpu_worker.products.forms import CpuForms
 from services.gpu_worker.products.four_bit import fits_four_bit
-from services.gpu_worker.products.grid import fits_grid_loop
-from services.gpu_worker.products.rounding import rounded_to_eight_bits, rounded_to_four_bits
+from services.gpu_worker.products.grid import fits_grid_loop, has_grid_loop
+from services.gpu_worker.products.rounding import (
+    rounded_to_eight_bits,
+    rounded_to_four_bits,
+    rounded_to_groups_of_eight_bits,
+)
 from services.gpu_worker.weight_grid import GROUP, WeightGrid
 
 _BYTES_BESIDE = 32  # for so many weights about one byte of scales, in 8 bits
@@ -77,6 +81,8 @@ class QuantizedForms:
             return self._forms.expect(num_weights, grid_bits)
         if self._num_bits == 4 and not is_head:
             return self._forms.expect(num_weights, 4)
+        if has_grid_loop():
+            return self._forms.expect(num_weights, 8)
         return num_weights + num_weights // _BYTES_BESIDE
 
     def lay_out(self, dense: DenseProjection, grid: WeightGrid | None) -> Projection:
@@ -94,11 +100,16 @@ class QuantizedForms:
         grid = rounded_to_four_bits(dense.weight)
         if not fits_grid_loop(grid) and not fits_four_bit(grid):
             return self._left(dense)
+        return self._on_grid(4, dense, grid)
+
+    def _on_grid(self, num_bits: int, dense: DenseProjection, grid: WeightGrid) -> Projection:
         values = grid.values()
-        self._count(4, dense.weight, values)
+        self._count(num_bits, dense.weight, values)
         return self._forms.lay_out(DenseProjection(values, dense.bias), grid)
 
     def _in_eight_bits(self, dense: DenseProjection) -> Projection:
+        if dense.weight.shape[1] % GROUP == 0 and fits_grid_loop(grid := rounded_to_groups_of_eight_bits(dense.weight)):
+            return self._on_grid(8, dense, grid)
         if not has_eight_bit_products():
             return self._left(dense)
         codes, scales = rounded_to_eight_bits(dense.weight)
