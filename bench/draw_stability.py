@@ -22,9 +22,9 @@ from torch import Tensor
 
 from bench.provenance import provenance
 from services.gpu_worker.attention import attention_for
+from services.gpu_worker.fused_sampler import sampler_for
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
-from services.gpu_worker.sampler import sample
 from services.gpu_worker.sampling_table import SamplingTable
 from services.gpu_worker.step_inputs import StepRow, build_step_inputs
 from services.gpu_worker.weights import LoadedModel, load_model
@@ -150,6 +150,7 @@ def count_changes(logits: Logits, top_p: float, num_seeds: int) -> Changes:
     num_rows = len(logits.positions)
     rows = np.arange(num_rows, dtype=np.int64)
     table = SamplingTable(num_rows, _CPU)
+    sample = sampler_for(_CPU)
     num_changed = 0
     for seed in range(num_seeds):
         table.set_rows(range(num_rows), [SamplingParams(TEMPERATURE, top_p, 0, 0.0, seed, 0)] * num_rows)

@@ -31,7 +31,6 @@ from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.prepared_step import Spans
 from services.gpu_worker.proposals import Proposals
 from services.gpu_worker.row_lines import Picks
-from services.gpu_worker.sampler import sample
 from services.gpu_worker.step_inputs import StepInputs
 from services.gpu_worker.step_launcher import StepLauncher
 from services.gpu_worker.step_work import RowOptions, StepMasks, StepOutput, StepWork
@@ -68,6 +67,7 @@ class PlainRows(RowOptions):
 
     def __init__(self, options: RowOptions) -> None:
         self._device = options._device
+        self._sample = options._sample
         self._sampling = options._sampling
 
     def work(self, picks: Picks, spans: Spans, masks: StepMasks | None, proposals: Proposals | None = None) -> StepWork:
@@ -78,7 +78,7 @@ class PlainRows(RowOptions):
 
     def run(self, work: StepWork, runner: ModelRunner, hidden: torch.Tensor, logits: torch.Tensor) -> StepOutput:
         """See `RowOptions.run`."""
-        return StepOutput(sample(logits, work.groups))
+        return StepOutput(self._sample(logits, work.groups))
 
     def keep(self, work: StepWork, output: StepOutput) -> None:
         """See `RowOptions.keep`: nothing."""

@@ -42,10 +42,6 @@ class FilterLimits:
     min_ps: Tensor
     has_min_p: bool
 
-    def select(self, rows: Tensor) -> FilterLimits:
-        """The limits of some rows only."""
-        return FilterLimits(self.top_ks[rows], self.top_ps[rows], self.min_ps[rows], self.has_min_p)
-
     def least_weights(self, largest: Tensor) -> Tensor:
         """The weight below which min_p removes a token, [num_rows, 1], given the largest weights ([num_rows, 1])."""
         return (self.min_ps[:, None] * largest.to(torch.float64)).ceil().to(torch.int64)

@@ -8,6 +8,8 @@ the vocabulary is either elementwise, a maximum, or a sum of integers (probabili
     filtering rows   top_k, then top_p, then min_p on what is left (see `nucleus` and, for CPUs, `likely_tokens`), drawn
                      in the same way
 
+On a CPU with numba `cpu_loops.sampling` does all of it in one loop, of which this here is the reference.
+
 It holds no state and decides nothing about a request. A row without a usable maximum (all NaN, or an infinity) is
 flagged and harms nobody; where only some logits are NaN, those get probability 0.
 """
@@ -37,39 +39,66 @@ _MAX_BLOCK = 2**22  # logits drawn from at once: bounds the scratch memory to ab
 _CACHED_BLOCK = 2**18  # those that a CPU filters at once: what it writes of them is still in its cache when it is read
 
 
+NUM_COLUMNS = 7
+"""Of `DrawnRows.columns`."""
+
+
 @dataclass(frozen=True, slots=True)
 class DrawnRows:
-    """Rows of a step that draw, all in the same way. Tensors on the device of the logits; the other rows are greedy.
+    """Rows of a step that draw, all in the same way; the other rows are greedy.
 
     Attributes:
-        rows: [num_drawn] int64, which rows of the logits.
-        keys: [num_drawn] int64, see `random_numbers.stream_key`.
-        positions: [num_drawn] int64, position of the token to pick: how many tokens the request has so far.
-        temperatures: [num_drawn] float32 > GREEDY_TEMPERATURE.
-        limits: top_k, top_p and min_p.
+        columns: [NUM_COLUMNS, num_drawn] int64 on the device of the logits, for each row: which row of the logits it
+            is, its key (see `random_numbers.stream_key`), the position of the token to pick (how many tokens the
+            request has so far), top_k, and the bits of float64 temperature (> GREEDY_TEMPERATURE), top_p and min_p.
+        has_min_p: whether any min_p is on, known on the host.
         is_filtering: whether a top_k or top_p is on in each of them, or in none.
     """
 
-    rows: Tensor
-    keys: Tensor
-    positions: Tensor
-    temperatures: Tensor
-    limits: FilterLimits
+    columns: Tensor
+    has_min_p: bool
     is_filtering: bool
+
+    def __len__(self) -> int:
+        return self.columns.shape[1]
+
+    @property
+    def rows(self) -> Tensor:
+        """[num_drawn] int64, which rows of the logits."""
+        return self.columns[0]
+
+    @property
+    def keys(self) -> Tensor:
+        """[num_drawn] int64."""
+        return self.columns[1]
+
+    @property
+    def positions(self) -> Tensor:
+        """[num_drawn] int64."""
+        return self.columns[2]
+
+    @property
+    def temperatures(self) -> Tensor:
+        """[num_drawn] float32."""
+        return self.columns[4].view(torch.float64).to(torch.float32)
+
+    @property
+    def limits(self) -> FilterLimits:
+        """top_k, top_p and min_p."""
+        top_ps, min_ps = self.columns[5:].view(torch.float64)
+        return FilterLimits(self.columns[3], top_ps, min_ps, self.has_min_p)
 
     def select(self, index: Tensor) -> DrawnRows:
         """Some of them, by their places in the columns ([n] int64, or [num_drawn] bool on a CPU)."""
-        return DrawnRows(
-            self.rows[index], self.keys[index], self.positions[index], self.temperatures[index],
-            self.limits.select(index), self.is_filtering,
-        )  # fmt: skip
+        return DrawnRows(self.columns[:, index], self.has_min_p, self.is_filtering)
 
     def blocks(self, num_rows: int) -> list[DrawnRows]:
         """The same in blocks of at most `num_rows` rows."""
-        places = torch.arange(len(self.rows), device=self.rows.device)
-        if len(places) <= num_rows:
+        if len(self) <= num_rows:
             return [self]
-        return [self.select(block) for block in torch.split(places, num_rows)]
+        return [
+            DrawnRows(block, self.has_min_p, self.is_filtering) for block in torch.split(self.columns, num_rows, dim=1)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +143,7 @@ def sample(logits: Tensor, groups: Sequence[DrawnRows]) -> SampledTokens:
         draw, most_logits = _draw, _MAX_BLOCK
         if group.is_filtering:
             draw, most_logits = (_draw_likely, _CACHED_BLOCK) if logits.is_cpu else (_draw_filtered, _MAX_BLOCK)
-        for block in group.blocks(max(1, most_logits // logits.shape[1])) if len(group.rows) else ():
+        for block in group.blocks(max(1, most_logits // logits.shape[1])) if len(group) else ():
             exponents = _exponents(logits, maxima, block.rows)
             token_ids[block.rows] = draw(exponents, unrounded_weights(exponents, block.temperatures), block)
     return SampledTokens(token_ids.masked_fill(is_failed, 0), is_failed)

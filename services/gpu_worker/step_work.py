@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from services.gpu_worker.bit_masks import take_from_others
+from services.gpu_worker.fused_sampler import sampler_for
 from services.gpu_worker.logit_rules import LogitRulesTable, StepRules
 from services.gpu_worker.logprobs import AskingRows, LogprobsTable, RowLogprobs, row_logprobs
 from services.gpu_worker.model_runner import ModelRunner
@@ -24,7 +25,7 @@ from services.gpu_worker.prepared_step import Spans
 from services.gpu_worker.prompt_logprobs import PromptLogprobsTable, PromptValues, WantedPositions, prompt_values
 from services.gpu_worker.proposals import Proposals
 from services.gpu_worker.row_lines import Picks
-from services.gpu_worker.sampler import DrawnRows, SampledTokens, sample
+from services.gpu_worker.sampler import DrawnRows, SampledTokens
 from services.gpu_worker.sampling_table import SamplingTable
 from services.gpu_worker.uploads import Int64s, upload_together
 from services.wire.steps import NewRow
@@ -105,6 +106,7 @@ class RowOptions:
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
+        self._sample = sampler_for(device)
         self._sampling = SamplingTable(max_rows, device)
         self._rules = LogitRulesTable(max_rows, vocab_size, device)
         self._logprobs = LogprobsTable(max_rows, device)
@@ -157,7 +159,7 @@ class RowOptions:
             logits: [num_rows, vocab_size] float32, of each row's last own token, and behind them those of proposals;
                 changed unless somebody asks for them raw.
         """
-        sampled = sample(self._changed(work, logits), work.groups)
+        sampled = self._sample(self._changed(work, logits), work.groups)
         tokens, verified = sampled, None
         if work.num_proposed:
             num_rows = len(logits) - work.num_proposed

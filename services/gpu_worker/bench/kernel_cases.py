@@ -21,6 +21,7 @@ from services.gpu_worker.attention import attention_for
 from services.gpu_worker.eight_bits import multiplies_fp8
 from services.gpu_worker.fp8 import E4M3
 from services.gpu_worker.fused_operators import operators_for
+from services.gpu_worker.fused_sampler import sampler_for
 from services.gpu_worker.kernels import rounding_for
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.models.config import ModelConfig
@@ -29,7 +30,6 @@ from services.gpu_worker.products.four_bit import FourBitProjection, fits_four_b
 from services.gpu_worker.products.fp8 import FP8_SIDES, Fp8Projection
 from services.gpu_worker.products.grid import GridProjection, fits_grid_loop
 from services.gpu_worker.products.kernels import PackedProjection, has_fast_bfloat16, has_packed_float32
-from services.gpu_worker.sampler import sample
 from services.gpu_worker.sampling_table import SamplingTable
 from services.gpu_worker.step_inputs import StepRow, build_step_inputs
 from services.gpu_worker.weight_grid import GROUP, WeightGrid
@@ -200,7 +200,7 @@ def sampling_cases(place: Place, rows: Sequence[int]) -> Iterator[Case]:
             table = SamplingTable(num_rows, place.device)
             wanted = [SamplingParams(temperature, 0.9, 0, 0.0, row, 0) for row in range(num_rows)]
             table.set_rows(range(num_rows), wanted)
-            run = functools.partial(sample, logits, table.groups(numbers, numbers))
+            run = functools.partial(sampler_for(place.device), logits, table.groups(numbers, numbers))
             yield Case("sampling", form, num_rows, 0, logits.nbytes, logits.numel(), place.dtype, run)
 
 

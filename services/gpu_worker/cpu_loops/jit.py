@@ -34,6 +34,20 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+def compiled_without_nan(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for what looks for the largest of numbers, none of which may be NaN."""
+    made: Callable[..., Any] = njit(fastmath=_REORDERED | {"nnan"}, error_model="numpy", cache=keeps_compiled())(
+        function
+    )
+    return made
+
+
+def compiled_exactly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for what must be computed as it is written. (A function that does not say so takes after its caller.)"""
+    made: Callable[..., Any] = njit(fastmath=False, error_model="numpy", cache=keeps_compiled())(function)
+    return made
+
+
 def loop(function: Callable[[Any], None]) -> int:
     """Compiles a loop, or finds it as it was compiled before; its address, for `Team.run`."""
     began = perf_counter()
@@ -88,6 +102,13 @@ def int64s(address: int, count: int) -> Ints:
 def floats(address: int, count: int) -> Floats:
     """[count] float32 at an address."""
     view: Floats = carray(_pointer(address), count, np.float32)
+    return view
+
+
+@compiled
+def doubles(address: int, count: int) -> npt.NDArray[np.float64]:
+    """[count] float64 at an address."""
+    view: npt.NDArray[np.float64] = carray(_pointer(address), count, np.float64)
     return view
 
 

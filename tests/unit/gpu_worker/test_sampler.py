@@ -11,9 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.gpu_worker.cpu_loops import loops_problem
+from services.gpu_worker.fused_sampler import Sampler, sampler_for
 from services.gpu_worker.sampler import SampledTokens, row_maxima, sample
 from services.gpu_worker.sampling_table import SamplingTable
 from services.wire.request_params import SamplingParams
+
+CPU = torch.device("cpu")
+needs_loops = pytest.mark.skipif(bool(loops_problem()), reason=str(loops_problem()))
 
 
 def row(temperature: float = 1.0, **changes: float) -> SamplingParams:
@@ -24,11 +29,20 @@ def row(temperature: float = 1.0, **changes: float) -> SamplingParams:
     )  # fmt: skip
 
 
+@pytest.fixture(autouse=True, params=["plain", pytest.param("loop", marks=needs_loops)])
+def _sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rule holds for both samplers."""
+    monkeypatch.setattr(f"{__name__}.pick", sample if request.param == "plain" else sampler_for(CPU))
+
+
+pick: Sampler = sample
+
+
 def sampled(logits: Tensor, rows: Sequence[SamplingParams], positions: Sequence[int] | None = None) -> SampledTokens:
-    table = SamplingTable(len(rows), torch.device("cpu"))
+    table = SamplingTable(len(rows), CPU)
     table.set_rows(range(len(rows)), rows)
     at = np.asarray(positions if positions is not None else [0] * len(rows), dtype=np.int64)
-    return sample(logits, table.groups(np.arange(len(rows)), at))
+    return pick(logits, table.groups(np.arange(len(rows)), at))
 
 
 def draw(logits: Tensor, rows: Sequence[SamplingParams], positions: Sequence[int] | None = None) -> list[int]:

@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.gpu_worker import draw, likely_tokens, nucleus, sampler
+from services.gpu_worker.fused_sampler import Sampler, sampler_for
 from services.gpu_worker.random_numbers import key_at, number_at, numbers_at, stream_key, stream_key_at, uniform
 from services.gpu_worker.sampler import sample
 from services.gpu_worker.sampling_table import Kind, SamplingTable, kind_of
 from services.wire.request_params import SamplingParams
 
 INT64S = st.integers(-(2**63), 2**63 - 1)
+LOOP = sampler_for(torch.device("cpu"))
+SAMPLERS = [sample] if LOOP is sample else [sample, LOOP]
 PARAMS = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 1e-6, 0.3, 1.0, 1.7, 10.0]),
@@ -31,12 +34,14 @@ PARAMS = st.builds(
 )
 
 
-def sample_all(logits: Tensor, rows: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """What the sampler picks for a batch."""
+def sample_all(
+    logits: Tensor, rows: Sequence[SamplingParams], positions: Sequence[int], pick: Sampler = sample
+) -> list[int]:
+    """What a sampler picks for a batch."""
     table = SamplingTable(len(rows), torch.device("cpu"))
     table.set_rows(range(len(rows)), rows)
     groups = table.groups(np.arange(len(rows)), np.asarray(positions, dtype=np.int64))
-    ids: list[int] = sample(logits, groups).token_ids.tolist()
+    ids: list[int] = pick(logits, groups).token_ids.tolist()
     return ids
 
 
@@ -88,6 +93,7 @@ def test_equals_the_slow_sampler(
     positions = data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=len(rows), max_size=len(rows)))
     expected = [sample_slowly(logits[i].tolist(), rows[i], positions[i]) for i in range(len(rows))]
     assert sample_all(logits, rows, positions) == expected
+    assert sample_all(logits, rows, positions, LOOP) == expected
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 12.0])
@@ -215,8 +221,9 @@ def test_smp_10_different_seeds_choices_and_positions_differ() -> None:
     assert len(tokens) == 4
 
 
+@pytest.mark.parametrize("pick", SAMPLERS)
 @pytest.mark.parametrize("top_p", [1.0, 0.95])
-def test_smp_10_rounding_of_logits_hardly_ever_changes_a_token(top_p: float) -> None:
+def test_smp_10_rounding_of_logits_hardly_ever_changes_a_token(top_p: float, pick: Sampler) -> None:
     """Errors ten times those between a row alone and in a batch; a draw along the ids changed 78 and 64 of 4,000."""
     generator = torch.Generator().manual_seed(11)
     logits = torch.randn(16, 4096, generator=generator) * 2.5
@@ -224,7 +231,7 @@ def test_smp_10_rounding_of_logits_hardly_ever_changes_a_token(top_p: float) -> 
     num_changed = 0
     for position in range(250):
         rounded = logits + torch.randn(logits.shape, generator=generator) * 2e-4
-        found = [sample_all(each, rows, [position] * 16) for each in (logits, rounded)]
+        found = [sample_all(each, rows, [position] * 16, pick) for each in (logits, rounded)]
         num_changed += sum(one != other for one, other in zip(*found, strict=True))
     assert num_changed <= 6
 
@@ -321,12 +328,13 @@ def test_generator_streams_of_near_seeds_and_choices_are_independent() -> None:
         assert chi_square(torch.bincount(pairs, minlength=64), expected) < chi_square_limit(63)
 
 
+@pytest.mark.parametrize("pick", SAMPLERS)
 @pytest.mark.parametrize(("top_p", "top_k", "min_p"), [(1.0, 0, 0.0), (0.85, 0, 0.0), (1.0, 12, 0.0), (1.0, 0, 0.1)])
-def test_drawn_tokens_follow_the_distribution(top_p: float, top_k: int, min_p: float) -> None:
+def test_drawn_tokens_follow_the_distribution(top_p: float, top_k: int, min_p: float, pick: Sampler) -> None:
     draws, vocab_size = 20_000, 40
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3))
     params = SamplingParams(0.8, top_p, top_k, min_p, 77, 0)
-    tokens = torch.tensor(sample_all(logits.expand(draws, -1), [params] * draws, range(draws)))
+    tokens = torch.tensor(sample_all(logits.expand(draws, -1), [params] * draws, range(draws), pick))
     probabilities = torch.softmax(logits.double() / 0.8, 0)
     order = probabilities.argsort(descending=True)
     before = probabilities[order].cumsum(0) - probabilities[order]
