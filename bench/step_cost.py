@@ -34,7 +34,6 @@ from services.gpu_worker.row_lines import Picks
 from services.gpu_worker.step_inputs import StepInputs
 from services.gpu_worker.step_launcher import StepLauncher
 from services.gpu_worker.step_work import RowOptions, StepMasks, StepOutput, StepWork
-from services.gpu_worker.uploads import upload_together
 from services.gpu_worker.weights import RunnableModel
 from services.gpu_worker.worker_state import WorkerState
 from services.runtime.config import Settings
@@ -66,15 +65,13 @@ class PlainRows(RowOptions):
     """The tables of other rows, of which only the way to sample is looked at."""
 
     def __init__(self, options: RowOptions) -> None:
-        self._device = options._device
         self._sample = options._sample
         self._sampling = options._sampling
 
     def work(self, picks: Picks, spans: Spans, masks: StepMasks | None, proposals: Proposals | None = None) -> StepWork:
         """See `RowOptions.work`; the plans measured here propose nothing."""
-        places, rows = upload_together([picks.logit_rows, picks.rows], self._device)
         groups = self._sampling.groups(picks.rows, picks.positions, picks.logit_rows)
-        return StepWork(picks, places, rows, groups, None, None, None, None, None)
+        return StepWork(picks, groups, None, None, None, None, None)
 
     def run(self, work: StepWork, runner: ModelRunner, hidden: torch.Tensor, logits: torch.Tensor) -> StepOutput:
         """See `RowOptions.run`."""

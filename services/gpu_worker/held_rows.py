@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from services.gpu_worker.plan_check import NOT_STARTED, PlanError, PlannedRows, check_rows
+from services.gpu_worker.plan_check import NOT_STARTED, PlanError, PlannedRows, check_rows, only_go_on
 from services.gpu_worker.prepared_step import Spans, StepRows
 from services.gpu_worker.proposals import Proposals
 from services.gpu_worker.row_lines import Bools, Picks
@@ -73,16 +73,13 @@ class HeldRows:
     def __init__(self, sizes: WorkerSizes) -> None:
         self._sizes = sizes
         self._held: dict[int, HeldRow] = {}
+        self._num_with_grammar = 0
         # By row, for all rows of a step at once; of rows that nobody holds they mean nothing.
-        self._num_tokens = np.zeros(sizes.max_rows, dtype=np.int64)
-        self._num_known = np.zeros(sizes.max_rows, dtype=np.int64)
-        self._num_prompt = np.zeros(sizes.max_rows, dtype=np.int64)
-        self._num_computed = np.zeros(sizes.max_rows, dtype=np.int64)
-        self._latest_starts = np.zeros(sizes.max_rows, dtype=np.int64)
-        self.has_grammar = np.zeros(sizes.max_rows, dtype=np.bool_)
-        """[max_rows] whether the answer has one."""
-        self._can_verify = np.zeros(sizes.max_rows, dtype=np.bool_)
-        self._is_open = np.zeros(sizes.max_rows, dtype=np.bool_)
+        self._numbers = np.zeros((5, sizes.max_rows), dtype=np.int64)
+        self._num_tokens, self._num_known, self._num_prompt, self._num_computed, self._latest_starts = self._numbers
+        self._flags = np.zeros((3, sizes.max_rows), dtype=np.bool_)
+        self.has_grammar, self._can_verify, self._is_open = self._flags
+        """[max_rows] each; the first: whether the answer has one."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -93,6 +90,7 @@ class HeldRows:
     def clear(self) -> None:
         """Nobody holds a row any more."""
         self._held.clear()
+        self._num_with_grammar = 0
 
     def add(self, new: NewRow) -> HeldRow:
         """A request takes a row.
@@ -118,6 +116,7 @@ class HeldRows:
         self._num_computed[new.row] = NOT_STARTED
         self._latest_starts[new.row] = _latest_start(new)
         self.has_grammar[new.row] = new.sampling.grammar is not None
+        self._num_with_grammar += new.sampling.grammar is not None
         self._can_verify[new.row] = _can_verify(new)
         self._is_open[new.row] = False
         return held
@@ -127,7 +126,12 @@ class HeldRows:
         held = self._held.pop(row, None)
         if held is None:
             raise PlanError(f"row {row} is released, but nobody holds it")
+        self._num_with_grammar -= int(self.has_grammar[row])
         return held
+
+    def any_has_grammar(self, rows: Int64s) -> bool:
+        """Whether the answer of any of these rows has a grammar."""
+        return self._num_with_grammar > 0 and bool(self.has_grammar[rows].any())
 
     def holder(self, rows: StepRows, place: int) -> HeldRow | None:
         """The row of a step, if it is still held by the same request."""
@@ -135,31 +139,34 @@ class HeldRows:
         holder = (rows.request_ids[place], rows.attempts[place])
         return held if held is not None and (held.request_id, held.attempt) == holder else None
 
-    def check(self, spans: Spans, samples: Bools, num_proposed: Int64s, num_page_tokens: Int64s) -> None:
+    def check(self, spans: Spans, samples: Bools, num_proposed: Int64s | None, num_page_tokens: Int64s) -> None:
         """PlanError unless these rows continue what is held; `num_page_tokens`: what their pages have room for."""
         rows = spans.rows
-        if len(np.unique(rows)) != len(rows):
+        row_numbers = rows.tolist()
+        if len(set(row_numbers)) != len(row_numbers):
             raise PlanError("a row runs twice in one step")
-        for row in rows.tolist():
+        for row in row_numbers:
             if row not in self._held:
                 raise PlanError(f"row {row} runs, but nobody holds it")
-        check_rows(
-            PlannedRows(
-                rows=rows,
-                starts=spans.starts,
-                ends=spans.ends,
-                samples=samples,
-                num_tokens=self._num_tokens[rows],
-                num_known=self._num_known[rows],
-                num_computed=self._num_computed[rows],
-                num_page_tokens=num_page_tokens,
-                latest_starts=self._latest_starts[rows],
-                has_grammar=self.has_grammar[rows],
-                num_proposed=num_proposed,
-                can_verify=self._can_verify[rows],
-                is_open=self._is_open[rows],
-            )
+        num_tokens, num_known, _, num_computed, latest_starts = self._numbers[:, rows]
+        has_grammar, can_verify, is_open = self._flags[:, rows]
+        planned = PlannedRows(
+            rows=rows,
+            starts=spans.starts,
+            ends=spans.ends,
+            samples=samples,
+            num_tokens=num_tokens,
+            num_known=num_known,
+            num_computed=num_computed,
+            num_page_tokens=num_page_tokens,
+            latest_starts=latest_starts,
+            has_grammar=has_grammar,
+            num_proposed=np.zeros_like(rows) if num_proposed is None else num_proposed,
+            can_verify=can_verify,
+            is_open=is_open,
         )
+        if num_proposed is not None or not only_go_on(planned):
+            check_rows(planned)
 
     def step_rows(self, spans: Spans, samples: Bools) -> StepRows:
         """The rows of a step as its result names them."""
@@ -168,11 +175,11 @@ class HeldRows:
         return StepRows(
             rows=rows,
             request_ids=[each.request_id for each in held],
-            attempts=np.array([each.attempt for each in held], dtype=np.int64),
+            attempts=[each.attempt for each in held],
             first_indexes=self._num_tokens[rows] - self._num_prompt[rows],
             starts=spans.starts,
             samples=samples,
-            is_refused=np.array([each.is_refused for each in held], dtype=np.bool_),
+            is_refused=[each.is_refused for each in held],
         )
 
     def known_ids(self, spans: Spans, proposals: Proposals | None) -> tuple[Int64s, Bools]:
@@ -182,7 +189,7 @@ class HeldRows:
         on_host = np.zeros(int((spans.ends - spans.starts).sum()) + num_proposed, dtype=np.int64)
         if proposals is not None:
             on_host[proposals.offsets] = proposals.token_ids
-        for place in np.flatnonzero(~is_on_device).tolist():
+        for place in (~is_on_device).nonzero()[0].tolist():
             start, end, offset = int(spans.starts[place]), int(spans.ends[place]), int(spans.offsets[place])
             on_host[offset : offset + end - start] = self._held[int(spans.rows[place])].token_ids[start:end]
         return on_host, is_on_device
@@ -202,7 +209,7 @@ class HeldRows:
 
     def pick(self, spans: Spans, samples: Bools) -> Picks:
         """The rows that pick a token: those that are asked to, and end where their tokens end; they are longer then."""
-        places = np.flatnonzero(samples & (spans.ends == self._num_tokens[spans.rows]))
+        places = (samples & (spans.ends == self._num_tokens[spans.rows])).nonzero()[0]
         rows = spans.rows[places]
         positions = self._num_tokens[rows]
         self._num_tokens[rows] += 1

@@ -56,9 +56,11 @@ class PageTable:
         slots: Int64s = self._host[rows, positions // page_size] * np.int64(page_size) + positions % page_size
         return slots
 
-    def gather(self, rows: Tensor, width: int) -> Tensor:
-        """The first `width` entries of some lines: [num_rows, width] int64 on the device."""
-        return self._on_device[:, :width].index_select(0, rows).to(torch.int64)
+    def gather(self, rows: Int64s, on_device: Tensor, width: int) -> Tensor:
+        """The first `width` entries of some lines: [num_rows, width] int64 on the device, where the rows are too."""
+        if on_device.is_cpu:
+            return torch.from_numpy(self._host[rows, :width].astype(np.int64))
+        return self._on_device[:, :width].index_select(0, on_device).to(torch.int64)
 
     def commit(self) -> None:
         """Brings the changes of one plan to the device. Within a plan no place changes twice."""

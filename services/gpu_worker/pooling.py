@@ -145,7 +145,7 @@ def embeddings(pooled: Pooled, rows: StepRows, has_failed: Sequence[bool]) -> li
     """The embeddings of a result, of rows that have not failed; the values lie on the host."""
     values = pooled.values.numpy()
     return [
-        Embedding(rows.request_ids[place], int(rows.attempts[place]), values[index].astype("<f4").tobytes())
+        Embedding(rows.request_ids[place], rows.attempts[place], values[index].astype("<f4").tobytes())
         for index, place in enumerate(pooled.places.tolist())
         if not has_failed[place]
     ]

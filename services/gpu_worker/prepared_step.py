@@ -27,11 +27,11 @@ class StepRows:
 
     rows: Int64s
     request_ids: list[bytes]
-    attempts: Int64s
+    attempts: list[int]
     first_indexes: Int64s
     starts: Int64s
     samples: Bools
-    is_refused: Bools
+    is_refused: list[bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,16 @@ class Spans:
     starts: Int64s
     ends: Int64s
     offsets: Int64s
+
+    @classmethod
+    def of(cls, rows: Int64s, starts: Int64s, counts: Int64s, num_proposed: Int64s | None) -> Spans:
+        """Those of a step whose rows compute `counts` tokens >= 1, some of them proposals, which come last."""
+        places = np.arange(len(rows))
+        ends = starts + counts
+        if num_proposed is not None:
+            ends -= num_proposed
+        is_one_each = sum(counts.tolist()) == len(rows)
+        return cls(places, rows, starts, ends, places if is_one_each else np.cumsum(counts) - counts)
 
     def followed_by(self, num_proposed: Int64s, token_ids: Int64s) -> Proposals:
         """The proposals that come behind the rows' own tokens.

@@ -137,7 +137,7 @@ def prompt_pieces(values: PromptValues, rows: StepRows, has_failed: Sequence[boo
             pieces.append(
                 PromptLogprobs(
                     request_id=rows.request_ids[span.place],
-                    attempt=int(rows.attempts[span.place]),
+                    attempt=rows.attempts[span.place],
                     first_position=span.first,
                     counts=pack_int32([width] * span.count),
                     token_ids=ids[start:end, :width].astype("<i4").tobytes(),

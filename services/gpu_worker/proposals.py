@@ -59,9 +59,9 @@ class Verified:
     spoiled_slots: list[int]
 
 
-def proposal_counts(plan: StepPlan, num_rows: int) -> Int64s:
-    """[num_rows] how many of each row's tokens are proposed."""
-    return int64_column(plan.proposal_counts) if plan.proposal_counts else np.zeros(num_rows, dtype=np.int64)
+def proposal_counts(plan: StepPlan) -> Int64s | None:
+    """[num_rows] how many of each row's tokens are proposed; None: none are."""
+    return int64_column(plan.proposal_counts) if plan.proposal_counts else None
 
 
 def followers(proposed: list[int], first_id: int, sampled: list[int], failed: list[bool]) -> list[int]:

@@ -68,7 +68,7 @@ class SamplingTable:
         at = np.arange(len(rows)) if logit_rows is None else logit_rows
         groups = []
         for kind in (Kind.DRAWING, Kind.FILTERING):
-            places = np.flatnonzero(kinds == kind)
+            places = (kinds == int(kind)).nonzero()[0]
             if len(places):
                 groups.append(self._group(at[places], rows[places], positions[places], kind))
         return groups

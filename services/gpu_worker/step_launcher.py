@@ -40,6 +40,7 @@ from services.wire.finish import Finish
 from services.wire.steps import StepPlan, StepResult
 
 _Result = TypeVar("_Result")
+_NONE = int(Finish.NONE)
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class StepInFlight:
     proposals: Proposals | None
     forced: dict[int, list[int]] = field(default_factory=dict)
 
-    def finishes(self) -> Int64s:
+    def finishes(self) -> list[int]:
         """For each row NONE, or why it failed; once it is done."""
         return find_finishes(self.rows, self.output, self.faults)
 
@@ -160,7 +161,7 @@ class StepLauncher:
         )
 
     def _compute(self, plan: StepPlan, step: PreparedStep, clock: StepClock) -> StepInFlight:
-        faults = np.full(len(step.rows.rows), Finish.NONE, dtype=np.int64)
+        faults = np.zeros(len(step.rows.rows), dtype=np.int64)  # Finish.NONE
         turn = None if self._untold and step.has_grammar else self._begin_turn(step)
         what = f"step {plan.step} of {len(faults)} rows"
         passed = self._attempt(lambda: self._forward(step, clock), what)
@@ -250,7 +251,7 @@ class StepLauncher:
     def _tell_grammars(self, step: StepInFlight, clock: StepClock) -> None:
         """Waits for a step, and tells the grammars what its rows got."""
         clock.wait_done()
-        given = step.picks.select(step.finishes()[step.picks.places] == Finish.NONE)
+        given = step.picks.select(np.array(step.finishes())[step.picks.places] == _NONE)
         token_ids = step.output.tokens.token_ids.numpy()[given.places]
         step.forced.update(self._state.advance(step.rows, given, token_ids))
 

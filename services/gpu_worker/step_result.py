@@ -7,6 +7,7 @@ it, or none where the plan did not know how many tokens the row has.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from services.gpu_worker.uploads import Int64s
 from services.wire.columns import pack_int32
 from services.wire.finish import Finish
 from services.wire.steps import StepPlan, StepResult
+
+_NONE, _FAILED, _REFUSED = (int(finish) for finish in (Finish.NONE, Finish.NUMERICAL_ERROR, Finish.INTERNAL_ERROR))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +40,14 @@ class FinishedStep:
         rows: its rows.
         picks: those that picked a token.
         output: what came of it, on the host.
-        finishes: [num_rows] NONE, or why a row failed.
+        finishes: by row NONE, or why a row failed.
         forced: by place, ids that follow the one picked.
     """
 
     rows: StepRows
     picks: Picks
     output: StepOutput
-    finishes: Int64s
+    finishes: list[int]
     forced: dict[int, list[int]]
 
 
@@ -55,11 +58,13 @@ class _LogprobColumns:
     values: bytes = b""
 
 
-def find_finishes(rows: StepRows, output: StepOutput, faults: Int64s) -> Int64s:
+def find_finishes(rows: StepRows, output: StepOutput, faults: Int64s) -> list[int]:
     """For each row NONE, or why it failed; `faults` [num_rows]: NONE, or why it could not be computed."""
-    finishes = np.where(output.tokens.is_failed.numpy(), np.int64(Finish.NUMERICAL_ERROR), np.int64(Finish.NONE))
-    finishes = np.where(faults != Finish.NONE, faults, finishes)
-    return np.where(rows.is_refused, np.int64(Finish.INTERNAL_ERROR), finishes)
+    of_rows = zip(rows.is_refused, faults.tolist(), output.tokens.is_failed.tolist(), strict=True)
+    return [
+        _REFUSED if is_refused else fault if fault != _NONE else _FAILED if is_failed else _NONE
+        for is_refused, fault, is_failed in of_rows
+    ]
 
 
 def empty_result(plan: StepPlan, times: StepTimes) -> StepResult:
@@ -70,31 +75,29 @@ def empty_result(plan: StepPlan, times: StepTimes) -> StepResult:
 def step_result(plan: StepPlan, step: FinishedStep, times: StepTimes) -> StepResult:
     """The message."""
     rows, finishes = step.rows, step.finishes
-    has_failed = finishes != Finish.NONE
-    gives = np.zeros(len(finishes), dtype=np.int64)
-    gives[step.picks.places] = 1
-    gives[has_failed] = 0
-    token_ids = step.output.tokens.token_ids.numpy()[gives > 0]
+    failed = [finish != _NONE for finish in finishes]
+    gives = [0] * len(finishes)
+    for place in step.picks.places.tolist():
+        gives[place] = int(not failed[place])
+    token_ids = list(compress(step.output.tokens.token_ids.tolist(), gives))
     logprobs = _logprob_columns(step, gives)
     if step.forced:
-        givers = np.flatnonzero(gives)
-        followers = [step.forced.get(place, []) for place in givers.tolist()]
-        gives[givers] += [len(ids) for ids in followers]
-        token_ids = np.array(
-            [each for own, ids in zip(token_ids.tolist(), followers, strict=True) for each in (own, *ids)]
-        )
-    is_named = rows.samples | has_failed
-    failed = has_failed.tolist()
+        givers = [place for place, num_given in enumerate(gives) if num_given]
+        followers = [step.forced.get(place, []) for place in givers]
+        for place, ids in zip(givers, followers, strict=True):
+            gives[place] += len(ids)
+        token_ids = [each for own, ids in zip(token_ids, followers, strict=True) for each in (own, *ids)]
+    is_named = [samples or has_failed for samples, has_failed in zip(rows.samples.tolist(), failed, strict=True)]
     return StepResult(
         epoch=plan.epoch,
         step=plan.step,
-        rows=pack_int32(rows.rows[is_named].tolist()),
-        request_ids=b"".join(rows.request_ids[place] for place in np.flatnonzero(is_named)),
-        attempts=pack_int32(rows.attempts[is_named].tolist()),
-        first_indexes=pack_int32(rows.first_indexes[is_named].tolist()),
-        counts=pack_int32(gives[is_named].tolist()),
-        token_ids=pack_int32(token_ids.tolist()),
-        finishes=finishes[is_named].astype(np.uint8).tobytes(),
+        rows=pack_int32(compress(rows.rows.tolist(), is_named)),
+        request_ids=b"".join(compress(rows.request_ids, is_named)),
+        attempts=pack_int32(compress(rows.attempts, is_named)),
+        first_indexes=pack_int32(compress(rows.first_indexes.tolist(), is_named)),
+        counts=pack_int32(compress(gives, is_named)),
+        token_ids=pack_int32(token_ids),
+        finishes=bytes(compress(finishes, is_named)),
         forward_us=times.forward_us,
         step_us=times.step_us,
         logprob_counts=logprobs.counts,
@@ -105,7 +108,7 @@ def step_result(plan: StepPlan, step: FinishedStep, times: StepTimes) -> StepRes
     )
 
 
-def _logprob_columns(step: FinishedStep, gives: Int64s) -> _LogprobColumns:
+def _logprob_columns(step: FinishedStep, gives: list[int]) -> _LogprobColumns:
     """The log-probabilities of picked tokens; ids that follow one have none."""
     if not step.output.logprobs:
         return _LogprobColumns()
@@ -120,7 +123,7 @@ def _logprob_columns(step: FinishedStep, gives: Int64s) -> _LogprobColumns:
         values[part.places, 0] = part.top.own.numpy()
         ids[part.places, 1 : 1 + num_top] = part.top.ids.numpy()
         values[part.places, 1 : 1 + num_top] = part.top.values.numpy()
-    counts[gives == 0] = 0
+    counts[np.array(gives) == 0] = 0
     is_given = np.arange(width) < counts[:, None]
     by_id: list[int] = []
     for place in np.flatnonzero(gives).tolist():

@@ -2,7 +2,7 @@
 
 A request may want its logits changed, log-probabilities, those of its prompt, or a pooled hidden state. Each of these
 is a table of its own, by row; here they are filled together, asked together what a step has to do, and told what came
-of it. What no row of a step wants costs one look at a small array.
+of it. What no row of a step wants costs nothing: one look at a small array tells what any row wants at all.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ from services.gpu_worker.prompt_logprobs import PromptLogprobsTable, PromptValue
 from services.gpu_worker.proposals import Proposals
 from services.gpu_worker.row_lines import Picks
 from services.gpu_worker.sampler import DrawnRows, SampledTokens
-from services.gpu_worker.sampling_table import SamplingTable
-from services.gpu_worker.uploads import Int64s, upload_together
+from services.gpu_worker.sampling_table import Kind, SamplingTable, kind_of
+from services.gpu_worker.uploads import Int64s
+from services.wire.request_params import NO_LOGPROBS, Task
 from services.wire.steps import NewRow
+
+_DRAW, _RULES, _LOGPROBS, _PROMPT, _POOLED = (1 << bit for bit in range(5))  # wishes of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +48,12 @@ class StepWork:
 
     Attributes:
         picks: the rows that pick a token.
-        places: [n] int64 on the device, their rows of the logits.
-        rows: [n] int64 on the device, the rows that these are.
         groups: which of them draw, for the sampler.
         rules, masks, asking, wanted, pooled: see their classes.
         num_proposed: proposals of the step; the last so many rows of the logits are theirs.
     """
 
     picks: Picks
-    places: Tensor
-    rows: Tensor
     groups: list[DrawnRows]
     rules: StepRules | None
     masks: StepMasks | None
@@ -92,6 +91,8 @@ class StepOutput:
 
     def to_host(self) -> StepOutput:
         """The same on the host, perhaps only once the device has come this far."""
+        if self.tokens.token_ids.is_cpu:
+            return self
         return StepOutput(
             self.tokens.to_host(),
             tuple(each.to_host() for each in self.logprobs),
@@ -106,6 +107,7 @@ class RowOptions:
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
+        self._wishes = [0] * max_rows
         self._sample = sampler_for(device)
         self._sampling = SamplingTable(max_rows, device)
         self._rules = LogitRulesTable(max_rows, vocab_size, device)
@@ -117,6 +119,7 @@ class RowOptions:
         """Sets what some rows want from now on; `token_ids` are all ids of each, of the vocabulary."""
         self._sampling.set_rows([new.row for new in new_rows], [new.sampling for new in new_rows])
         for new, ids in zip(new_rows, token_ids, strict=True):
+            self._wishes[new.row] = _wishes_of(new)
             self._rules.set_row(new.row, new.sampling.rules, ids, new.num_prompt_tokens)
             self._logprobs.set_row(new.row, new.sampling)
             self._prompts.set_row(new.row, new.prompt, ids[: new.num_prompt_tokens])
@@ -128,7 +131,6 @@ class RowOptions:
 
     def work(self, picks: Picks, spans: Spans, masks: StepMasks | None, proposals: Proposals | None = None) -> StepWork:
         """What a step has to do. It changes nothing here: the same may be asked again for a row by itself."""
-        places, rows = upload_together([picks.logit_rows, picks.rows], self._device)
         drawn_rows, positions, logit_rows = picks.rows, picks.positions, picks.logit_rows
         num_proposed = 0
         if proposals is not None:
@@ -136,16 +138,17 @@ class RowOptions:
             drawn_rows = np.concatenate([drawn_rows, proposals.rows])
             positions = np.concatenate([positions, proposals.positions])
             logit_rows = np.concatenate([logit_rows, len(spans.rows) + np.arange(num_proposed)])
+        wishes = 0
+        for row in spans.rows.tolist():
+            wishes |= self._wishes[row]
         return StepWork(
             picks=picks,
-            places=places,
-            rows=rows,
-            groups=self._sampling.groups(drawn_rows, positions, logit_rows),
-            rules=self._rules.among(picks),
+            groups=self._sampling.groups(drawn_rows, positions, logit_rows) if wishes & _DRAW else [],
+            rules=self._rules.among(picks) if wishes & _RULES else None,
             masks=masks,
-            asking=self._logprobs.among(picks),
-            wanted=self._prompts.among(spans),
-            pooled=self._pooling.among(spans),
+            asking=self._logprobs.among(picks) if wishes & _LOGPROBS else None,
+            wanted=self._prompts.among(spans) if wishes & _PROMPT else None,
+            pooled=self._pooling.among(spans) if wishes & _POOLED else None,
             num_proposed=num_proposed,
         )
 
@@ -189,3 +192,15 @@ class RowOptions:
         if work.masks is not None:
             take_from_others(changed, work.masks.logit_rows, work.masks.bits, math.inf)
         return changed
+
+
+def _wishes_of(new: NewRow) -> int:
+    """The tables that have something to do for a row, now or later."""
+    wishes = {
+        _DRAW: kind_of(new.sampling) != Kind.GREEDY,
+        _RULES: new.sampling.rules is not None,
+        _LOGPROBS: new.sampling.num_logprobs != NO_LOGPROBS,
+        _PROMPT: new.prompt.num_logprobs != NO_LOGPROBS,
+        _POOLED: new.prompt.task != Task.GENERATE,
+    }
+    return sum(wish for wish, is_wanted in wishes.items() if is_wanted)

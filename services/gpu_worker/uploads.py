@@ -25,7 +25,9 @@ def upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def upload_together(arrays: Sequence[Int64s], device: torch.device) -> list[Tensor]:
-    """Several one-dimensional arrays in one copy: a tensor for each."""
+    """Several one-dimensional arrays in one copy: a tensor for each. On a CPU they may share the arrays' memory."""
+    if device.type == "cpu":
+        return [upload(array, device) for array in arrays]
     together = upload(np.concatenate(arrays), device)
     return list(torch.split_with_sizes(together, [len(array) for array in arrays]))
 
@@ -41,3 +43,8 @@ def to_host(tensor: Tensor) -> Tensor:
 def int64_column(column: bytes) -> Int64s:
     """The numbers of an int32 column of a message."""
     return np.frombuffer(column, dtype="<i4").astype(np.int64)
+
+
+def int64_columns(*columns: bytes) -> Int64s:
+    """The same of several columns of one length: [num_columns, length]."""
+    return int64_column(b"".join(columns)).reshape(len(columns), -1)

@@ -14,12 +14,15 @@ fault, and after it nothing here can be trusted: `PlanError` ends the process.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from services.gpu_worker.grammar_seam import Grammars, MaskJob
 from services.gpu_worker.held_rows import HeldRows, WorkerSizes
+from services.gpu_worker.last_tokens import LastTokens
 from services.gpu_worker.page_table import PageTable
 from services.gpu_worker.plan_check import PlanError
 from services.gpu_worker.prepared_step import PreparedStep, Spans, StepRows
@@ -27,11 +30,12 @@ from services.gpu_worker.proposals import Proposals, Verified, followers, propos
 from services.gpu_worker.row_lines import Picks
 from services.gpu_worker.step_inputs import StepInputs
 from services.gpu_worker.step_work import RowOptions, StepOutput, StepWork
-from services.gpu_worker.uploads import Int64s, int64_column, upload_together
+from services.gpu_worker.uploads import Int64s, int64_column, int64_columns
 from services.wire.finish import Finish
 from services.wire.steps import NewRow, StepPlan
 
 Int32s = npt.NDArray[np.int32]
+_NONE = int(Finish.NONE)
 
 
 class WorkerState:
@@ -46,7 +50,7 @@ class WorkerState:
         self._pages = PageTable(sizes.max_rows, max_pages, device)
         self.options = RowOptions(sizes.max_rows, sizes.vocab_size, device)
         """What the rows want of their logits and hidden states."""
-        self._last_tokens = torch.zeros(sizes.max_rows, dtype=torch.int64, device=device)
+        self._last_tokens = LastTokens(sizes.max_rows, device)
         self._held = HeldRows(sizes)
         self.num_failed_rows = 0
         """Rows that failed so far."""
@@ -70,26 +74,25 @@ class WorkerState:
         Raises:
             PlanError: the plan does not fit what is held here.
         """
-        pages_to_clear = self._release(int64_column(plan.released_rows).tolist())
-        token_ids = [self._set_up(new_row).astype(np.int64) for new_row in plan.new_rows]
+        pages_to_clear = self._release(int64_column(plan.released_rows).tolist()) if plan.released_rows else []
         if plan.new_rows:
+            token_ids = [self._set_up(new_row).astype(np.int64) for new_row in plan.new_rows]
             self.options.set_rows(plan.new_rows, token_ids)
-        self._append_pages(plan)
+        if plan.page_rows:
+            self._append_pages(plan)
         self._pages.commit()
-        rows = int64_column(plan.rows)
-        if not len(rows):
+        if not plan.rows:
             return None
-        starts, counts = int64_column(plan.start_positions), int64_column(plan.num_new_tokens)
-        samples = np.frombuffer(plan.samples, dtype=np.uint8).astype(np.bool_)
-        num_proposed = proposal_counts(plan, len(rows))
-        ends = starts + counts - num_proposed
-        spans = Spans(np.arange(len(rows)), rows, starts, ends, np.cumsum(counts) - counts)
+        rows, starts, counts = int64_columns(plan.rows, plan.start_positions, plan.num_new_tokens)
+        samples = np.frombuffer(plan.samples, dtype=np.bool_)
+        num_proposed = proposal_counts(plan)
+        spans = Spans.of(rows, starts, counts, num_proposed)
         self._held.check(spans, samples, num_proposed, self._pages.num_pages(rows) * self._sizes.page_size)
         step_rows = self._held.step_rows(spans, samples)
         proposals = self._proposals(plan, spans, num_proposed)
         inputs = self._lay_out(spans, counts, proposals)
         self._held.note_computed(spans, proposals)
-        has_grammar = bool(self._held.has_grammar[rows].any())
+        has_grammar = self._held.any_has_grammar(rows)
         return PreparedStep(inputs, spans, step_rows, pages_to_clear, has_grammar, proposals)
 
     def pick(self, step: PreparedStep) -> Picks:
@@ -101,21 +104,21 @@ class WorkerState:
 
     def keep(self, work: StepWork, output: StepOutput) -> None:
         """Makes what a whole step has picked the last tokens of its rows, and keeps what the next steps need of it."""
-        self._last_tokens.index_copy_(0, work.rows, output.tokens.token_ids.index_select(0, work.places))
+        self._last_tokens.keep(work.picks, output.tokens.token_ids)
         self.options.keep(work, output)
 
-    def note_failures(self, rows: StepRows, finishes: Int64s) -> None:
+    def note_failures(self, rows: StepRows, finishes: Sequence[int]) -> None:
         """Counts rows that failed, each once, and remembers which pages they have spoiled, until they are released.
 
         With plans ahead a row that has failed runs in further steps, and fails in these too.
         """
-        for place in np.flatnonzero(finishes != Finish.NONE).tolist():
-            held = self._held.holder(rows, place)
+        for place, finish in enumerate(finishes):
+            held = self._held.holder(rows, place) if finish != _NONE else None
             if held is None:
                 continue
             self.num_failed_rows += not held.has_failed
             held.has_failed = True
-            if finishes[place] == Finish.NUMERICAL_ERROR:
+            if finish == Finish.NUMERICAL_ERROR:
                 page = int(rows.starts[place]) // self._sizes.page_size
                 held.failed_page = page if held.failed_page is None else min(page, held.failed_page)
 
@@ -184,8 +187,8 @@ class WorkerState:
                 found.spoiled_slots.extend(slots.tolist())
         return found
 
-    def _proposals(self, plan: StepPlan, spans: Spans, num_proposed: Int64s) -> Proposals | None:
-        if not plan.proposal_ids:
+    def _proposals(self, plan: StepPlan, spans: Spans, num_proposed: Int64s | None) -> Proposals | None:
+        if num_proposed is None or not plan.proposal_ids:
             return None
         token_ids = int64_column(plan.proposal_ids)
         if token_ids.min() < 0 or token_ids.max() >= self._sizes.vocab_size:
@@ -237,25 +240,24 @@ class WorkerState:
     def _lay_out(self, spans: Spans, counts: Int64s, proposals: Proposals | None) -> StepInputs:
         """`counts`: tokens of each row, its own and proposals."""
         rows, starts, offsets = spans.rows, spans.starts, spans.offsets
-        positions = np.arange(int(counts.sum())) + np.repeat(starts - offsets, counts)
-        slots = self._pages.slots(np.repeat(rows, counts), positions, self._sizes.page_size)
+        positions, row_of, lengths = starts, rows, counts.tolist()
+        if (num_tokens := sum(lengths)) > len(rows):
+            positions, row_of = np.arange(num_tokens) + np.repeat(starts - offsets, counts), np.repeat(rows, counts)
+        slots = self._pages.slots(row_of, positions, self._sizes.page_size)
         on_host, is_on_device = self._held.known_ids(spans, proposals)
         wanted = spans.ends - starts + offsets - 1
         if proposals is not None:
             wanted = np.concatenate([wanted, proposals.offsets])
-        input_ids, on_positions, slot_mapping, step_rows, last_tokens, device_places, device_rows = upload_together(
-            [on_host, positions, slots, rows, wanted, offsets[is_on_device], rows[is_on_device]],
-            self._device,
+        input_ids, on_positions, slot_mapping, last_tokens, step_rows = self._last_tokens.upload_inputs(
+            on_host, (offsets[is_on_device], rows[is_on_device]), [positions, slots, wanted, rows]
         )
         ends = starts + counts
-        if len(device_places):
-            input_ids.index_copy_(0, device_places, self._last_tokens.index_select(0, device_rows))
         return StepInputs(
             input_ids=input_ids,
             positions=on_positions,
             slot_mapping=slot_mapping,
-            page_table=self._pages.gather(step_rows, -(-int(ends.max()) // self._sizes.page_size)),
-            query_lengths=tuple(counts.tolist()),
+            page_table=self._pages.gather(rows, step_rows, -(-int(ends.max()) // self._sizes.page_size)),
+            query_lengths=tuple(lengths),
             context_lengths=tuple(ends.tolist()),
             sample_indices=last_tokens,
         )

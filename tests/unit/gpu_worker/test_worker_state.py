@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -107,7 +106,7 @@ def test_a_resumed_request_continues_its_output_indexes() -> None:
     step = state.prepare(writer.plan((Request(1, [5, 6, 7], output=[9, 9], attempt=3), 5)))
     assert step is not None
     assert step.rows.first_indexes.tolist() == [2]
-    assert step.rows.attempts.tolist() == [3]
+    assert step.rows.attempts == [3]
 
 
 def test_a_row_is_used_again_in_the_plan_that_releases_it() -> None:
@@ -147,7 +146,7 @@ def test_tok_04_ids_outside_the_vocabulary_fail_their_own_row_and_never_reach_th
     state, writer = new_state()
     step = state.prepare(writer.plan((Request(1, [5, token_id]), 2), (Request(2, [99]), 1)))
     assert step is not None
-    assert step.rows.is_refused.tolist() == [True, False]
+    assert step.rows.is_refused == [True, False]
     assert step.inputs.input_ids.tolist() == [0, 0, 99]
 
 
@@ -158,7 +157,7 @@ def test_a_failed_row_s_pages_are_cleared_when_it_is_released() -> None:
     assert step is not None
     later = state.prepare(writer.plan((one, 6), (two, 6)))
     assert later is not None
-    state.note_failures(later.rows, np.array([Finish.NUMERICAL_ERROR, Finish.NONE]))
+    state.note_failures(later.rows, [Finish.NUMERICAL_ERROR, Finish.NONE])
     spoiled = one.pages[1:]
     writer.release(one)
     writer.release(two)
@@ -175,7 +174,7 @@ def test_a_failure_of_a_row_that_was_released_meanwhile_spoils_nobody_s_pages() 
     writer.release(one)
     two = Request(2, [6])
     assert state.prepare(writer.plan((two, 1))) is not None
-    state.note_failures(step.rows, np.array([Finish.NUMERICAL_ERROR]))
+    state.note_failures(step.rows, [Finish.NUMERICAL_ERROR])
     writer.release(two)
     later = state.prepare(writer.plan((Request(3, [7]), 1)))
     assert later is not None
