@@ -12,6 +12,7 @@ import torch
 
 from services.gpu_worker import service
 from services.gpu_worker import start_up as ready
+from services.gpu_worker.attention.paged_cpu import reads_halves
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.parallel.group import RankGroup
 from services.gpu_worker.plan_check import PlanError
@@ -173,7 +174,9 @@ def test_counts_travel_in_heartbeats(settings: Settings, net: Sockets) -> None:
         assert found["tokenway:worker_computed_tokens_total"] == 4 * 3 + 4 * 4
         assert found["tokenway:worker_sampled_tokens_total"] == 20
         assert found["tokenway:worker_held_rows"] == 4
-        assert found["tokenway:worker_kv_write_bytes_total"] == 28 * 2 * 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 4
+        assert found["tokenway:worker_kv_write_bytes_total"] == (
+            28 * 2 * 2 * SHAPE.num_kv_heads * SHAPE.head_dim * (2 if reads_halves(SHAPE.head_dim) else 4)
+        )
         assert found["tokenway:worker_step_seconds_count"] == 5
         of_stages = {tuple(key.split("\x1f")[2:]): value for key, value in beat.metrics.items() if "stage=" in key}
         for stage, num_steps, num_tokens in (("prefill", 1, 12), ("decode", 4, 16)):
