@@ -8,12 +8,10 @@ all, are unpacked at once (`flat`). Nothing that came from a client is ever read
 
 from __future__ import annotations
 
-from typing import cast
-
 import msgpack
 
 from services.wire.errors import ProtocolError
-from services.wire.flat import MAX_FLAT_BYTES, unpack_flat
+from services.wire.flat import MAX_FLAT_BYTES
 from services.wire.forms import MAX_FRAME_BYTES, fields_of
 from services.wire.members import ForeignHello, Hello
 from services.wire.messages import MESSAGE_TYPES, PROTOCOL_VERSION
@@ -22,6 +20,7 @@ from services.wire.reader import Reader
 _MAX_FIELDS = 64
 _LONG_ARRAY = b"\xdc"  # more than 15 values
 
+_FIELDS_OF = {tag: fields_of(cls) for tag, cls in MESSAGE_TYPES.items()}
 _TAG_OF = {cls: tag for tag, cls in MESSAGE_TYPES.items()}
 _packer = msgpack.Packer()  # a new one for each message would ask the system for its buffer each time
 
@@ -38,7 +37,7 @@ def encode(item: object) -> bytes:
     if tag is None:
         raise TypeError(f"{type(item).__name__} is not a message")
     try:
-        frame = cast(bytes, _packer.pack([tag, *fields_of(type(item)).write(item)]))
+        frame: bytes = _packer.pack((tag, *_FIELDS_OF[tag].write(item)))
     except UnicodeEncodeError as error:
         raise ProtocolError(f"{type(item).__name__}: {error}") from error
     if len(frame) > MAX_FRAME_BYTES:
@@ -52,11 +51,19 @@ def decode(frame: bytes) -> object:
     Raises:
         ProtocolError: the frame is not exactly one of our messages, or a field is outside its bounds.
     """
-    if len(frame) > MAX_FRAME_BYTES:
+    if len(frame) <= MAX_FLAT_BYTES:
+        place = 3 if frame.startswith(_LONG_ARRAY) else 1  # of the tag
+        fields = _FIELDS_OF.get(frame[place]) if len(frame) > place else None
+        item = None if fields is None or fields.read_flat is None else fields.read_flat(frame)
+        if item is not None:
+            return item
+    elif len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"frame of {len(frame)} bytes, limit {MAX_FRAME_BYTES}")
-    item = _decode_flat(frame) if len(frame) <= MAX_FLAT_BYTES else None
-    if item is not None:
-        return item
+    return _decode_by_value(frame)
+
+
+def _decode_by_value(frame: bytes) -> object:
+    """Reads every value on its own, and says what is wrong with the first that is."""
     reader = Reader(frame)
     try:
         length = reader.array_header(_MAX_FIELDS)
@@ -68,25 +75,10 @@ def decode(frame: bytes) -> object:
             version = reader.peek_integer(0, 2**31 - 1)
             if version != PROTOCOL_VERSION:  # the rest is not read: its shape is the other version's affair
                 return ForeignHello(version)
-        item = fields_of(cls).read(reader, length - 1)
+        item: object = _FIELDS_OF[tag].read(reader, length - 1)
         reader.finish()
     except IndexError:
         raise ProtocolError("frame ends early") from None
     except UnicodeDecodeError as error:
         raise ProtocolError(f"a string is not UTF-8: {error.reason}") from error
-    return cast(object, item)
-
-
-def _decode_flat(frame: bytes) -> object | None:
-    """The message in a small frame of plain values, as most are; None: it must be read value by value."""
-    place = 3 if frame.startswith(_LONG_ARRAY) else 1  # of the tag
-    tag = frame[place] if len(frame) > place else -1
-    cls = MESSAGE_TYPES.get(tag)
-    read = None if cls is None else fields_of(cls).read_flat
-    if read is None:
-        return None
-    values = unpack_flat(frame)
-    if not values or type(values[0]) is not int or values[0] != tag:
-        return None
-    del values[0]
-    return cast("object | None", read(values))
+    return item

@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any, cast
 
 from services.wire.errors import ProtocolError
-from services.wire.flat import FlatField, flat_reader
+from services.wire.flat import FlatField, flat_check, flat_reader
 from services.wire.reader import BytesRule, Reader
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -79,13 +79,13 @@ class Form:
 class Fields:
     """The fields of a dataclass in order. `read` is told how many the frame announces.
 
-    `read_flat` makes the message of values that are unpacked already, None if these are not plain enough; it is there
-    where every field may be.
+    `read_flat` makes the message of a whole small frame, None if that is not plain enough; it is there where every
+    field may be.
     """
 
     read: Callable[[Reader, int], Any]
-    write: Callable[[Any], list[Any]]
-    read_flat: Callable[[list[Any]], Any] | None
+    write: Callable[[Any], Sequence[Any]]
+    read_flat: Callable[[bytes], Any] | None
 
 
 _fields_of: dict[type, Fields] = {}
@@ -104,7 +104,9 @@ def _compile_fields(cls: type) -> Fields:
     names = [field.name for field in dataclasses.fields(cls)]
     forms = [_compile(hints[name]) for name in names]
     parts = _parts(forms)
-    writers = [(form.write, form.rule) for form in forms]
+    flat_fields = [form.flat for form in forms if form.flat is not None]
+    is_flat = len(flat_fields) == len(forms)
+    is_plain = flat_check(flat_fields) if is_flat else _never
     values_of = attrgetter(*names) if len(names) > 1 else lambda item: (getattr(item, names[0]),)
     check = getattr(cls, "check", None)
 
@@ -131,24 +133,30 @@ def _compile_fields(cls: type) -> Fields:
         agree(item)
         return item
 
-    def write(item: object) -> list[Any]:
+    def write(item: object) -> Sequence[Any]:
         if type(item) is not cls:
             raise ProtocolError(f"{item!r} is no {cls.__name__}")
-        values: list[Any] = []
-        try:
-            for value, (write_value, rule) in zip(values_of(item), writers, strict=True):
-                if rule is None:
-                    value = write_value(value)
-                elif type(value) is not bytes or not rule.allows(value):
-                    write_value(value)  # says what is wrong
-                values.append(value)
-        except ProtocolError as error:
-            raise ProtocolError(f"{cls.__name__}.{names[len(values)]}: {error}") from None
+        values: Sequence[Any] = values_of(item)
+        if not is_plain(values):
+            values = write_each(values)
         agree(item)
         return values
 
-    flat_fields = [form.flat for form in forms if form.flat is not None]
-    return Fields(read, write, flat_reader(cls, flat_fields) if len(flat_fields) == len(forms) else None)
+    def write_each(values: Sequence[Any]) -> list[Any]:
+        written: list[Any] = []
+        try:
+            for value, form in zip(values, forms, strict=True):
+                written.append(form.write(value))
+        except ProtocolError as error:
+            raise ProtocolError(f"{cls.__name__}.{names[len(written)]}: {error}") from None
+        return written
+
+    return Fields(read, write, flat_reader(cls, flat_fields) if is_flat else None)
+
+
+def _never(values: Sequence[Any]) -> bool:
+    """The check of a message whose fields are not all flat."""
+    return False
 
 
 _Part = tuple[Callable[[Reader], Any] | None, Sequence[BytesRule]]
@@ -226,7 +234,7 @@ def _tuple(hint: Any, most: int) -> Form:
     return Form(
         lambda reader: tuple([read_item(reader) for _ in range(reader.array_header(most))]),
         write,
-        FlatField(is_tuple=True),
+        FlatField(),
     )
 
 
@@ -251,7 +259,8 @@ def _strings(most: int, most_bytes: int) -> Form:
                 write_item(item)
         return list(value)
 
-    return Form(lambda reader: tuple(reader.short_strings(most, most_bytes)), write)
+    flat = FlatField(most=most, most_bytes=most_bytes)
+    return Form(lambda reader: tuple(reader.short_strings(most, most_bytes)), write, flat)
 
 
 def _number_map(most: int) -> Form:
@@ -306,7 +315,7 @@ def _integer(limits: Range) -> Form:
             raise ProtocolError(f"{value} is outside [{low}, {high}]")
         return cast(int, value)
 
-    return Form(lambda reader: reader.integer(low, high), write, FlatField(low=low, high=high))
+    return Form(lambda reader: reader.integer(low, high), write, FlatField(limits=(low, high)))
 
 
 def _string(most: int) -> Form:
@@ -335,7 +344,7 @@ def _byte_string(bounds: tuple[Any, ...]) -> Form:
         reader.byte_strings((rule,), values)
         return cast(bytes, values[0])
 
-    return Form(read, write, FlatField(rule))
+    return Form(read, write, FlatField(rule=rule))
 
 
 def _write_boolean(value: Any) -> bool:
