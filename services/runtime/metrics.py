@@ -22,7 +22,9 @@ from prometheus_client.registry import Collector
 
 from services.runtime.histogram import Histogram, labelled_family
 from services.runtime.metric_texts import TEXTS
+from services.wire.errors import ProtocolError
 from services.wire.members import MemberTelemetry
+from services.wire.samples import unpack_samples
 
 PREFIX = "tokenway:"
 _SEPARATOR = "\x1f"  # between the parts of a key; no metric name holds it, and label values lose it
@@ -52,8 +54,15 @@ def snapshot(registry: CollectorRegistry) -> dict[str, float]:
     return flat
 
 
-def plain_gauges(samples: Mapping[str, float]) -> dict[str, float]:
-    """Of a snapshot the gauges without labels, by their names without the prefix."""
+def plain_gauges(packed: bytes) -> dict[str, float]:
+    """Of a snapshot that came with a heartbeat the gauges without labels, by their names without the prefix.
+
+    None of what is no snapshot; whoever renders the group's metrics warns of it.
+    """
+    try:
+        samples = unpack_samples(packed)
+    except ProtocolError:
+        return {}
     split = ((key.split(_SEPARATOR), value) for key, value in samples.items())
     return {parts[2].removeprefix(PREFIX): value for parts, value in split if len(parts) == 3 and parts[0] == "gauge"}
 
@@ -75,7 +84,7 @@ class GroupCollector(Collector):
         families: dict[str, Metric] = {}
         for member in self.members:
             who = {"role": str(member.role), "instance": member.instance}
-            for key, value in member.metrics.items():
+            for key, value in self._samples_of(member):
                 try:
                     kind, family_name, sample_name, *labels = key.split(_SEPARATOR)
                     pairs = dict(label.split("=", 1) for label in labels)
@@ -87,6 +96,13 @@ class GroupCollector(Collector):
                     continue
                 family.add_sample(sample_name, who | pairs, value)
         return families.values()
+
+    def _samples_of(self, member: MemberTelemetry) -> Iterable[tuple[str, float]]:
+        try:
+            return unpack_samples(member.metrics).items()
+        except ProtocolError:
+            self._warn_once(member, "")
+            return ()
 
     def _warn_once(self, member: MemberTelemetry, key: str) -> None:
         if not self._is_warned:

@@ -27,6 +27,7 @@ from services.wire.members import (
     WorkerCard,
 )
 from services.wire.messages import PROTOCOL_VERSION
+from services.wire.samples import pack_samples
 
 HEARTBEAT_INTERVAL_S = 0.5
 SILENCE_LIMIT_S = 3.0
@@ -101,7 +102,7 @@ class SchedulerSession:
                     self._worker_card,
                 )
             ]
-        return [Heartbeat(epoch, self.state, self.progress, dict(self._snapshot()))]
+        return [Heartbeat(epoch, self.state, self.progress, pack_samples(self._snapshot()))]
 
     def goodbye(self) -> Goodbye:
         """The last message of a process that has drained."""

@@ -247,7 +247,7 @@ class Core:
             lockstep.leave(request, self._in_flight)
         decodes += last
         appended = self.reservations.grow(full, decodes + prefills, self.queues.running.values(), self._retract)
-        lockstep.schedule_again(full)
+        lockstep.schedule_again()
         draft = StepDraft(lockstep.clock.planned, lockstep.marches())
         for request in decodes:
             if request.state is RequestState.RUNNING:

@@ -161,9 +161,10 @@ _ONE = pack_int32([1])
 
 def _columns(formations: Sequence[Formation], step: int) -> tuple[bytes, bytes, bytes, bytes]:
     """Rows, request ids, attempts and output indexes of all of them in a step."""
+    if len(formations) == 1:  # one detokenizer
+        only = formations[0]
+        return only.rows, only.request_ids, only.attempts, only.indexes_of(step)
     columns = [(each.rows, each.request_ids, each.attempts, each.indexes_of(step)) for each in formations]
-    if len(columns) == 1:  # one detokenizer
-        return columns[0]
     rows, request_ids, attempts, first_indexes = zip(*columns, strict=True) if columns else ((), (), (), ())
     return b"".join(rows), b"".join(request_ids), b"".join(attempts), b"".join(first_indexes)
 

@@ -14,6 +14,7 @@ from services.scheduler.membership import GreetingRefusedError, Membership, Peer
 from services.wire.endpoints import Identity
 from services.wire.members import HandshakeRefused, Heartbeat, Hello, MemberTelemetry, Role, State, Telemetry, Welcome
 from services.wire.messages import PROTOCOL_VERSION
+from services.wire.samples import pack_samples
 from services.wire.transport import RouterPort
 
 TELEMETRY_INTERVAL_S = 1.0
@@ -115,7 +116,7 @@ class Group:
 
     def _own_telemetry(self) -> MemberTelemetry:
         identity = self._identity
-        metrics = dict(self._snapshot())
+        metrics = pack_samples(self._snapshot())
         return MemberTelemetry(
             identity.role, identity.instance, identity.epoch, self.state, 0, self.progress, metrics,
             silence_limit_ms=int(1000 * SILENCE_LIMIT_S),

@@ -48,14 +48,17 @@ class Journeys:
         self._port = port
         self._unix_s = unix_s
 
-    def planned(self, now_s: float) -> None:
-        """Notes who is part of a plan for the first time, since the last call."""
+    def planned(self, now_s: float) -> bool:
+        """Notes who is part of a plan for the first time, since the last call; whether anybody is."""
+        is_any = False
         for core in self._router.cores.values():
             for request in core.take_started():
+                is_any = True
                 record = self._router.newest_attempt(request.request_id)
                 if record is not None and record.request is request:
                     record.started_s = now_s
                     self.queue_seconds.observe(now_s - record.received_s)
+        return is_any
 
     def first_token(self, record: Record, now_s: float) -> None:
         """The first token of this attempt came."""

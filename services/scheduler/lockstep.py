@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from services.scheduler.formation import Formation, March
 from services.scheduler.queues import QueueError
@@ -21,6 +21,8 @@ from services.scheduler.request import LOGGED_STEPS, Request, StepClock
 from services.wire.columns import pack_int32
 
 REST_STEPS = 32  # how long nobody joins after a result that was not one id for each
+
+_Due: TypeAlias = tuple[Request, int, int]  # who, the step at which it joined, the step that has its last token
 
 
 class MarchingStep(Protocol):
@@ -52,8 +54,9 @@ class Lockstep:
         self._page_size = page_size
         self._is_open = is_open
         self._formations: dict[bytes, Formation] = {}
-        # By step: who is due, the step at which it joined, and whether its last token is to go.
-        self._due: dict[int, list[tuple[Request, int, bool]]] = {}
+        self._full_at: dict[int, list[_Due]] = {}  # by step: whose pages are full
+        self._last_at: dict[int, list[_Due]] = {}  # by step: who has its last token to go
+        self._full: list[_Due] = []  # of the step that is being planned
         self._stop_sets: Counter[frozenset[int]] = Counter()
         self._rests_until = 0
 
@@ -135,18 +138,22 @@ class Lockstep:
 
     def take_due(self) -> tuple[list[Request], list[Request]]:
         """Whom the next plan must look at: those who have their last token to go, and those whose pages are full."""
-        last: list[Request] = []
-        full: list[Request] = []
-        for request, joined_step, is_last in self._due.pop(self.clock.planned, ()):
-            if request.in_lockstep and request.joined_step == joined_step:  # else it has left
-                (last if is_last else full).append(request)
-        return last, full
+        step = self.clock.planned
+        last = self._last_at.pop(step, ())
+        self._full = self._full_at.pop(step, [])
+        return _still_there(last), _still_there(self._full)
 
-    def schedule_again(self, requests: Iterable[Request]) -> None:
-        """Those whose pages were full have got more, or have left."""
-        for request in requests:
-            if request.in_lockstep:
-                self._schedule(request)
+    def schedule_again(self) -> None:
+        """Those whose pages were full have got one page more, or have left."""
+        full_step = self.clock.planned + self._page_size
+        again = [due for due in self._full if due[2] > full_step and due[0].joined_step == due[1]]
+        if again:
+            self._full_at.setdefault(full_step, []).extend(again)
+        if len(again) < len(self._full):
+            for due in self._full:
+                if due[2] <= full_step:
+                    self._last_at.setdefault(due[2], []).append(due)
+        self._full = []
 
     def _join(self, requests: list[Request]) -> None:
         by_lane: dict[bytes, list[Request]] = {}
@@ -165,10 +172,11 @@ class Lockstep:
 
     def _schedule(self, request: Request) -> None:
         """Notes when to look at it next."""
-        planned, last = request.num_planned, request.compute_length - 1
-        full = len(request.pages) * self._page_size  # where the next token of a step has no page
-        due = (request, request.joined_step, last <= full)
-        self._due.setdefault(self.clock.planned + min(full, last) - planned, []).append(due)
+        step, planned = self.clock.planned, request.num_planned
+        last_step = step + request.compute_length - 1 - planned
+        full_step = step + len(request.pages) * self._page_size - planned  # where its next token has no page
+        calendar, due_step = (self._last_at, last_step) if last_step <= full_step else (self._full_at, full_step)
+        calendar.setdefault(due_step, []).append((request, step, last_step))
 
     def check(self, running: Iterable[Request]) -> None:
         """QueueError unless the columns are those of exactly the running requests that go in lockstep."""
@@ -195,3 +203,8 @@ class Lockstep:
 
     def _sum_up_stop_ids(self) -> None:
         self.stop_ids = frozenset().union(*self._stop_sets)
+
+
+def _still_there(entries: Iterable[_Due]) -> list[Request]:
+    """Those who have not left since."""
+    return [request for request, joined_step, _ in entries if request.joined_step == joined_step]

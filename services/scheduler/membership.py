@@ -6,7 +6,7 @@ The newest greeting of an instance wins; a process that was declared lost may no
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from services.runtime.session import SILENCE_LIMIT_S, STARTING_SILENCE_LIMIT_S
 from services.wire.endpoints import parse_routing_id
@@ -24,7 +24,7 @@ class Peer:
     heard_s: float
     silence_limit_s: float = SILENCE_LIMIT_S
     progress: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: bytes = b""
 
     @property
     def role(self) -> Role:

@@ -1,4 +1,8 @@
-"""scheduler: what comes out of a core besides plans."""
+"""scheduler: what comes out of a core besides plans.
+
+None of these is frozen, though nobody changes one: some are made for each token or step, and a frozen one costs three
+times as much.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from services.wire.columns import unpack_int32, unpack_request_ids
 from services.wire.finish import Finish
 
 
-@dataclass(slots=True)  # not frozen: one is made for each token, and a frozen one costs three times as much
+@dataclass(slots=True)
 class Produced:
     """New tokens of a request, from output index `first_index` on, and why it ended if it did."""
 
@@ -21,7 +25,7 @@ class Produced:
     finish: Finish
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenRun:
     """One new token for each of many requests of a lane, none of which ends with it: columns of `TokensProduced`."""
 
@@ -36,7 +40,7 @@ class TokenRun:
         return len(self.token_ids) // TOKEN_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutcome:
     """What the result of a step brought. A request stands in at most one run, or in `rows`."""
 

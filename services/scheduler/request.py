@@ -169,7 +169,7 @@ class Request:
         self.final_ids = frozenset(unpack_int32(submit.final_token_ids))
         # Nothing but ids is wanted of it: as a decode it may go in lockstep.
         self.is_plain = is_plain and not asks_logprobs and not self.prompt_end and submit.sampling.grammar is None
-        self.joined_step = -1  # the first step of its present lockstep
+        self.joined_step = -1  # the first step of its present lockstep; -1 outside
         self._num_computed = 0  # these four as they were when it joined
         self._num_planned = 0
         self._num_expected = self.num_tokens
@@ -277,7 +277,7 @@ class Request:
         self.write_down()
         computed, planned, expected = self.num_computed, self.num_planned, self.num_expected
         self._last_step = self.last_step
-        self._clock = None
+        self._clock, self.joined_step = None, -1
         self._num_computed, self._num_planned, self._num_expected = computed, planned, expected
 
     @property

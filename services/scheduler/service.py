@@ -6,7 +6,7 @@ that a core, the router or the membership can decide.
 
     for message in inbox.receive_batch(until the next timer): take(message)
     plan as far ahead as allowed;  send the tokens of this turn;  remove who cannot be reached
-    if a timer is due: end what is overdue, remove who is silent, tell the times
+    unless that is all that the turn is about: tell what changed, and do what is due by the clock
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from services.wire.steps import GrammarCompiled, StepResult
 from services.wire.transport import BlockingReceiver, Envelope, RouterPort
 
 FAREWELL_S = 2.0  # the longest wait for acknowledgements before leaving: a socket that closes takes unread frames along
-_LOOK_INTERVAL_S = 0.1  # how often silence is looked for, whose limits are seconds
+_LOOK_INTERVAL_S = 0.25  # how often silence is looked for, whose limits are seconds
+_EARLY_S = 0.05  # what is due so soon is done in a turn that comes anyway: waking up for it alone would cost more
 _SETTLED_S = 1.0  # idle for so long: time to count all pages
 
 _Call: TypeAlias = tuple[tuple[Role, ...], Callable[[Peer, Any, float], object]]
@@ -87,8 +88,10 @@ class SchedulerService:
         self._fatal = ""  # why the process must end, once clients have been told
         self._drain_deadline_s: float | None = None
         self._leave_by_s: float | None = None
-        self._timer_s = now_s  # the first of the timers, as it stood before this turn
+        self._timer_s = now_s  # the first of the timers
         self._looked_s = now_s  # when silence was last looked for
+        self._is_plain = False  # whether this turn is about nothing but answers that go on
+        self._planned: list[Peer] = []  # the workers that get plans; nothing in a plain turn changes them
         self._busy_s = now_s
         self._is_counted = False  # whether the pages were counted since the last work
 
@@ -107,7 +110,8 @@ class SchedulerService:
         linger_ms = 0
         try:
             while not self._is_done(time.monotonic()):
-                self._timer_s = self._next_timer_s()
+                if not self._is_plain:
+                    self._timer_s = self._next_timer_s()
                 batch = self._receiver.receive_batch(max(0.0, self._timer_s - time.monotonic()))
                 self._turn([envelope for _, envelope in batch], time.monotonic())
             linger_ms = int(1000 * FAREWELL_S)
@@ -120,22 +124,28 @@ class SchedulerService:
     # ------------------------------------------------------------ one turn
 
     def _turn(self, batch: list[Envelope], now_s: float) -> None:
+        """Most turns of a busy scheduler are plain: a result brought one token for each, and the next plan goes out."""
+        self._is_plain = bool(batch) and now_s < min(self._timer_s - _EARLY_S, self._looked_s + _LOOK_INTERVAL_S)
         for envelope in batch:
             self._take(envelope, now_s)
         self._group.progress += bool(batch)
-        is_time = now_s >= min(self._timer_s, self._looked_s + _LOOK_INTERVAL_S)
-        if is_time:
+        if not self._is_plain:
             self._answers.end_overdue(now_s)
             self._remove_silent(now_s)
-        self._answers.tell_prompts()
-        self._remove_unreachable(self._workers.plan(self._ready(Role.GPU_WORKER, can_drain=True), now_s), now_s)
-        self._answers.journeys.planned(now_s)
+            self._answers.tell_prompts()
+            self._planned = self._ready(Role.GPU_WORKER, can_drain=True)
+        self._remove_unreachable(self._workers.plan(self._planned, now_s), now_s)
+        self._is_plain &= not self._answers.journeys.planned(now_s)
         self._answers.flush()
         self._remove_unreachable(self._unreachable_peers(), now_s)
+        if not self._is_plain:
+            self._tell_changes(now_s)
+
+    def _tell_changes(self, now_s: float) -> None:
+        """What every turn does that is not plain."""
         self._group.tell_roster()
-        if is_time:
-            self._group.tell_times(now_s)
-            self._router.expire(now_s)
+        self._group.tell_times(now_s + _EARLY_S)
+        self._router.expire(now_s)
         self._tell_load(now_s)
         self._count_pages_when_idle(now_s)
 
@@ -149,6 +159,7 @@ class SchedulerService:
 
     def _take(self, envelope: Envelope, now_s: float) -> None:
         message = envelope.message
+        self._is_plain &= isinstance(message, StepResult)  # and it will see what that brought
         if isinstance(message, Hello):
             self._greet(envelope.peer, message, now_s)
             return
@@ -205,8 +216,11 @@ class SchedulerService:
 
     def _take_result(self, peer: Peer, result: StepResult, now_s: float) -> None:
         try:
-            self._answers.take(self._workers.take_result(peer, result, now_s), now_s)
+            outcome = self._workers.take_result(peer, result, now_s)
+            self._answers.take(outcome, now_s)
+            self._is_plain &= not (outcome.rows or result.prompt_logprobs or result.embeddings)
         except ResultError as error:
+            self._is_plain = False
             self._lose(peer, str(error), now_s)
 
     # ------------------------------------------------------------ who is there
@@ -316,6 +330,8 @@ class SchedulerService:
 
     def _is_done(self, now_s: float) -> bool:
         """Whether to leave: told to stop or bound to fail, all answers ended, and their ends acknowledged."""
+        if self._process.is_stopping:
+            self._is_plain = False
         if self._process.is_stopping and self._drain_deadline_s is None:
             self._drain_deadline_s = now_s + self._process.drain_timeout_s
             self._group.drain(now_s)

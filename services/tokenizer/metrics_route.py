@@ -9,6 +9,7 @@ from services.runtime.service import Process
 from services.tokenizer.backend_view import BackendView
 from services.tokenizer.vllm_metrics import VllmCollector
 from services.wire.members import MemberTelemetry
+from services.wire.samples import pack_samples
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -34,7 +35,7 @@ class MetricsRoute:
     def _members(self) -> tuple[MemberTelemetry, ...]:
         own, session = self._process.identity, self._view.session
         others = [member for member in self._view.members if member.epoch != own.epoch]
-        now = metrics.snapshot(self._process.registry)
+        now = pack_samples(metrics.snapshot(self._process.registry))
         return (
             MemberTelemetry(own.role, own.instance, own.epoch, session.state, 0, session.progress, now, 0),
             *others,

@@ -51,6 +51,11 @@ def unpack_int32(column: bytes) -> list[int]:
     return _filled(array("i"), column).tolist()
 
 
+def view_int32(column: bytes) -> array[int]:
+    """The same numbers as `unpack_int32`, each made only when it is looked at."""
+    return _filled(array("i"), column)
+
+
 def pack_float32(values: Iterable[float]) -> bytes:
     """Packs numbers as little-endian float32; infinities pass."""
     return _little_endian(array("f", values)).tobytes()

@@ -46,8 +46,10 @@ class FlatField:
 
     @property
     def is_natural(self) -> bool:
-        """Whether it is an int32 column without negative numbers."""
-        return self.rule is not None and self.rule.is_natural
+        """Whether it is a column without negative numbers; only int32 columns are."""
+        is_natural = self.rule is not None and self.rule.is_natural
+        assert not is_natural or (self.rule is not None and self.rule.item_bytes == _INT32_BYTES)
+        return is_natural
 
 
 Check = Callable[[Sequence[Any]], bool]
@@ -61,8 +63,6 @@ def flat_check(fields: Sequence[FlatField]) -> Check:
     numbers = [(place, *field.limits) for place, field in enumerate(fields) if field.limits is not None]
     tuples = [(place, field.most, field.most_bytes) for place, field in enumerate(fields) if field.kind is tuple]
     naturals = _picker([place for place, field in enumerate(fields) if field.is_natural])
-    is_of_int32 = all(field.rule is None or field.rule.item_bytes == _INT32_BYTES for field in fields if field.is_natural)
-    assert is_of_int32, "natural numbers travel as int32"
 
     def is_plain(values: Sequence[Any]) -> bool:
         if list(map(type, values)) != kinds:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Annotated
 
 from services.wire.fields import Epoch, Int32s, Name, RequestIds, UInt31, require_rows
 from services.wire.forms import Limit, Range
+from services.wire.samples import MAX_SAMPLES_BYTES
 
 
 class Role(StrEnum):
@@ -118,13 +119,13 @@ class Roster:
 class Heartbeat:
     """Any process -> scheduler and scheduler -> all, from the work loop itself, at least every HEARTBEAT_INTERVAL_S.
 
-    `progress` counts the loop's own steps of work; `metrics` is a flat snapshot, sample name (with labels) -> value.
+    `progress` counts the loop's own steps of work; `metrics` is a flat snapshot, packed (see `samples`).
     """
 
     epoch: Epoch
     state: State
     progress: Annotated[int, Range(0, 2**63 - 1)]
-    metrics: Annotated[dict[str, float], Limit(4096)] = field(default_factory=dict)
+    metrics: Annotated[bytes, Limit(MAX_SAMPLES_BYTES)] = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class MemberTelemetry:
     state: State
     age_ms: UInt31
     progress: Annotated[int, Range(0, 2**63 - 1)]
-    metrics: Annotated[dict[str, float], Limit(4096)]
+    metrics: Annotated[bytes, Limit(MAX_SAMPLES_BYTES)]
     silence_limit_ms: UInt31
 
 

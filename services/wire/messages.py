@@ -20,7 +20,7 @@ from services.wire.members import Goodbye, HandshakeRefused, Heartbeat, Hello, R
 from services.wire.requests import Abort, Acknowledge, Admitted, Load, Refused, Resend, Submit
 from services.wire.steps import CompileGrammar, Embedding, GrammarCompiled, PromptLogprobs, StepPlan, StepResult
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 MESSAGE_TYPES: dict[int, type] = {
     1: Hello,

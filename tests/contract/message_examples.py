@@ -34,6 +34,7 @@ from services.wire.request_params import (
     TextParams,
 )
 from services.wire.requests import Abort, Acknowledge, Admitted, Load, Refused, Resend, Submit
+from services.wire.samples import pack_samples
 from services.wire.steps import CompileGrammar, Embedding, GrammarCompiled, NewRow, PromptLogprobs, StepPlan, StepResult
 
 GOLDEN_FILE = Path(__file__).parent / "golden.txt"
@@ -70,9 +71,9 @@ EXAMPLES: list[object] = [
     HandshakeRefused(PROTOCOL_VERSION, "页大小 differs"),
     Roster(7, (Member(Role.TOKENIZER, "t-1", 1, "ipc:///run/t.sock", State.READY),
                Member(Role.DETOKENIZER, "d-1", 2, "tcp://10.0.0.2:5000", State.DRAINING))),
-    Heartbeat(42, State.READY, 2**62, {"gauge": 1.5, "计数": 3.0}),
+    Heartbeat(42, State.READY, 2**62, pack_samples({"gauge": 1.5, "计数": 3.0})),
     Goodbye(43),
-    Telemetry((MemberTelemetry(Role.SCHEDULER, "s", 9, State.READY, 120, 12345, {"steps": 7.0}, 10500),)),
+    Telemetry((MemberTelemetry(Role.SCHEDULER, "s", 9, State.READY, 120, 12345, pack_samples({"steps": 7.0}), 10500),)),
     Submit(ID_A, 1, pack_int32([1, 49151]), pack_int32([5]), SAMPLING, TEXT, 128, pack_int32([0, 2]), ID_B, "租户",
            b"\x00salt", -3, 30_000, PROMPT, pack_int32([2])),
     Admitted(ID_A, 1),

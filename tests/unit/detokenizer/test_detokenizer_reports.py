@@ -17,6 +17,7 @@ from services.wire.endpoints import Identity, ipc_endpoint
 from services.wire.finish import Finish
 from services.wire.members import Heartbeat, Hello, Member, Role, State
 from services.wire.request_params import TextParams
+from services.wire.samples import unpack_samples
 from tests.unit.detokenizer.peers import Group, Peer
 from tests.unit.detokenizer.test_detokenizer_decoders import LEFT, A, B, Table, opening, produced
 
@@ -86,14 +87,18 @@ def waiting_frames(message: object) -> float | None:
     """What a heartbeat says of the frames that wait for tokenizers."""
     if not isinstance(message, Heartbeat):
         return None
-    named = [value for key, value in message.metrics.items() if "outbox_frames" in key and key.endswith("tokenizer")]
+    named = [
+        value
+        for key, value in unpack_samples(message.metrics).items()
+        if "outbox_frames" in key and key.endswith("tokenizer")
+    ]
     return named[0] if named else None
 
 
 def test_turns_and_links_are_told_in_heartbeats(group: Group) -> None:
     def told(arrived: object) -> dict[str, float] | None:
         for message in group.scheduler.received(Heartbeat):
-            samples = {",".join(key.split("\x1f")[2:]): value for key, value in message.metrics.items()}
+            samples = {",".join(key.split("\x1f")[2:]): value for key, value in unpack_samples(message.metrics).items()}
             if samples.get("tokenway:detokenizer_batch_rows_sum", 0) >= 3:
                 return samples
         return None

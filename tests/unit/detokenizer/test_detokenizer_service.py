@@ -21,6 +21,7 @@ from services.wire.members import Goodbye, HandshakeRefused, Heartbeat, Hello, R
 from services.wire.messages import PROTOCOL_VERSION
 from services.wire.request_params import TextParams
 from services.wire.requests import Resend
+from services.wire.samples import unpack_samples
 from tests.unit.detokenizer.peers import ROOT, Group, Peer
 
 F_NUM = [216, 37, 28, 216, 38, 28, 216, 39, 28, 216, 40, 28, 216, 41, 28, 216, 33, 32, 28, 216]
@@ -165,7 +166,7 @@ def test_garbage_frames_are_counted_and_dropped(group: Group) -> None:
     check_that_it_serves(group)
 
     def counted(arrived: Sequence[object]) -> bool | None:
-        metrics = next(item.metrics for item in reversed(arrived) if isinstance(item, Heartbeat))
+        metrics = next(unpack_samples(item.metrics) for item in reversed(arrived) if isinstance(item, Heartbeat))
         counts = [value for name, value in metrics.items() if name.endswith("detokenizer_refused_messages_total")]
         return True if counts == [len(garbage) + 1] else None  # the Goodbye is a message, but none for us
 

@@ -26,6 +26,7 @@ from services.wire.finish import Finish
 from services.wire.members import HandshakeRefused, Heartbeat, Hello, State
 from services.wire.messages import PROTOCOL_VERSION
 from services.wire.requests import Abort
+from services.wire.samples import unpack_samples
 from services.wire.steps import StepResult
 from tests.sockets import Sockets
 from tests.unit.gpu_worker.plan_writer import Request
@@ -168,7 +169,7 @@ def test_counts_travel_in_heartbeats(settings: Settings, net: Sockets) -> None:
         scheduler.generate(scheduler.new_writer(), new_requests())
         count = len(scheduler.all_of(Heartbeat))
         beat = scheduler.wait_for(Heartbeat, count + 2)[-1]
-        found = {key.split("\x1f")[2]: value for key, value in beat.metrics.items()}
+        found = {key.split("\x1f")[2]: value for key, value in unpack_samples(beat.metrics).items()}
         assert beat.progress == 5
         assert found["tokenway:worker_steps_total"] == 5
         assert found["tokenway:worker_computed_tokens_total"] == 4 * 3 + 4 * 4
@@ -178,7 +179,11 @@ def test_counts_travel_in_heartbeats(settings: Settings, net: Sockets) -> None:
             28 * 2 * 2 * SHAPE.num_kv_heads * SHAPE.head_dim * (2 if reads_halves(SHAPE.head_dim) else 4)
         )
         assert found["tokenway:worker_step_seconds_count"] == 5
-        of_stages = {tuple(key.split("\x1f")[2:]): value for key, value in beat.metrics.items() if "stage=" in key}
+        of_stages = {
+            tuple(key.split("\x1f")[2:]): value
+            for key, value in unpack_samples(beat.metrics).items()
+            if "stage=" in key
+        }
         for stage, num_steps, num_tokens in (("prefill", 1, 12), ("decode", 4, 16)):
             assert of_stages["tokenway:worker_stage_steps_total", f"stage={stage}"] == num_steps
             assert of_stages["tokenway:worker_stage_tokens_total", f"stage={stage}"] == num_tokens
@@ -188,7 +193,7 @@ def test_counts_travel_in_heartbeats(settings: Settings, net: Sockets) -> None:
             assert 0 < sum(limit_s) < of_stages["tokenway:worker_stage_seconds_total", f"stage={stage}"]
         assert of_stages["tokenway:worker_stage_seconds_total", "stage=sampling"] > 0
         assert of_stages["tokenway:worker_load_bytes", "stage=disk"] > 10_000
-        assert any("worker_machine" in key and "device=cpu" in key for key in beat.metrics)
+        assert any("worker_machine" in key and "device=cpu" in key for key in unpack_samples(beat.metrics))
 
 
 # ---------------------------------------------------------------- what it does not take
@@ -213,7 +218,7 @@ def test_prc_05_garbage_and_foreign_messages_are_dropped_and_it_goes_on(
         assert [request.output for request in requests] == alone
         count = len(scheduler.all_of(Heartbeat))
         beat = scheduler.wait_for(Heartbeat, count + 2)[-1]
-        assert [value for key, value in beat.metrics.items() if "refused_messages" in key] == [7]
+        assert [value for key, value in unpack_samples(beat.metrics).items() if "refused_messages" in key] == [7]
 
 
 def test_a_lost_plan_ends_the_process_and_says_which(settings: Settings, net: Sockets) -> None:

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.runtime.metrics import PREFIX, GroupCollector, new_registry, render, snapshot
 from services.wire.codec import decode, encode
 from services.wire.members import Heartbeat, MemberTelemetry, Role, State
+from services.wire.samples import pack_samples, unpack_samples
 
 ODD_LABEL = 'a=b;c\\d"e\n世界 👋'
 
@@ -37,13 +38,13 @@ def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 
 def member(role: Role, instance: str, metrics: dict[str, float]) -> MemberTelemetry:
-    return MemberTelemetry(role, instance, 1, State.READY, 5, 6, metrics, 3000)
+    return MemberTelemetry(role, instance, 1, State.READY, 5, 6, pack_samples(metrics), 3000)
 
 
 def through_a_heartbeat(metrics: dict[str, float]) -> dict[str, float]:
-    heartbeat = decode(encode(Heartbeat(1, State.READY, 0, metrics)))
+    heartbeat = decode(encode(Heartbeat(1, State.READY, 0, pack_samples(metrics))))
     assert isinstance(heartbeat, Heartbeat)
-    return heartbeat.metrics
+    return unpack_samples(heartbeat.metrics)
 
 
 def test_values_of_every_process_come_out_as_they_went_in() -> None:
@@ -83,7 +84,8 @@ def test_keys_that_are_no_snapshots_are_left_out_and_the_rest_is_shown(caplog: p
     good = snapshot(filled_registry(1))
     bad = {"": 1.0, "x": 1.0, "nonsense\x1fa\x1fb": 1.0, "gauge\x1fa\x1fa\x1flabel": 1.0}
     collector = GroupCollector()
-    collector.members = (member(Role.SCHEDULER, "s", bad), member(Role.SCHEDULER, "s", good))
+    broken = MemberTelemetry(Role.TOKENIZER, "t", 1, State.READY, 5, 6, b"\x81", 3000)
+    collector.members = (member(Role.SCHEDULER, "s", bad), broken, member(Role.SCHEDULER, "s", good))
     with caplog.at_level(logging.WARNING):
         text = render(collector).decode()
         render(collector)

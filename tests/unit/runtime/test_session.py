@@ -20,6 +20,7 @@ from services.wire.members import (
 )
 from services.wire.messages import PROTOCOL_VERSION
 from services.wire.requests import Admitted
+from services.wire.samples import pack_samples
 
 IDENTITY = Identity(Role.DETOKENIZER, "d-1", 77)
 CARD = WorkerCard(1, 2, 3, 4, 5, 6, 7, 8.0)
@@ -50,16 +51,18 @@ def test_it_greets_until_it_is_welcome_and_then_sends_heartbeats() -> None:
     assert session.receive(Welcome(PROTOCOL_VERSION, 5), 100.6)
     assert session.is_welcome
     session.progress = 9
-    assert session.messages_due(100.6) == [Heartbeat(77, State.STARTING, 9, {"open": 3.0})]
+    assert session.messages_due(100.6) == [Heartbeat(77, State.STARTING, 9, pack_samples({"open": 3.0}))]
     assert session.messages_due(100.6 + HEARTBEAT_INTERVAL_S / 2) == []
-    assert session.messages_due(100.6 + HEARTBEAT_INTERVAL_S) == [Heartbeat(77, State.STARTING, 9, {"open": 3.0})]
+    assert session.messages_due(100.6 + HEARTBEAT_INTERVAL_S) == [
+        Heartbeat(77, State.STARTING, 9, pack_samples({"open": 3.0}))
+    ]
 
 
 def test_a_new_state_is_told_at_once() -> None:
     session = welcomed_session()
     session.messages_due(100.1)
     session.set_state(State.READY, 100.2)
-    assert session.messages_due(100.2) == [Heartbeat(77, State.READY, 0, {"open": 3.0})]
+    assert session.messages_due(100.2) == [Heartbeat(77, State.READY, 0, pack_samples({"open": 3.0}))]
     session.set_state(State.READY, 100.3)
     assert session.messages_due(100.3) == []
 
@@ -84,7 +87,7 @@ def test_a_scheduler_started_anew_is_greeted_again() -> None:
     session.receive(Heartbeat(6, State.READY, 1), 100.4)
     assert session.messages_due(100.4) == []
     session.receive(Welcome(PROTOCOL_VERSION, 6), 100.5)
-    assert session.messages_due(100.5) == [Heartbeat(77, State.STARTING, 0, {"open": 3.0})]
+    assert session.messages_due(100.5) == [Heartbeat(77, State.STARTING, 0, pack_samples({"open": 3.0}))]
     assert session.scheduler_epoch == 6
 
 

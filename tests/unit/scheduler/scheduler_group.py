@@ -23,6 +23,7 @@ from services.wire.endpoints import Identity
 from services.wire.finish import Finish
 from services.wire.members import Role, State, Telemetry, WorkerCard
 from services.wire.requests import Acknowledge, Load, Submit
+from services.wire.samples import unpack_samples
 from services.wire.steps import StepPlan
 from services.wire.transport import BlockingReceiver, DealerPort
 from tests.unit.scheduler.fake_worker import VOCAB_SIZE, FakeWorker
@@ -253,7 +254,7 @@ def last_load(pipeline: Pipeline) -> Load:
 def counter_of(pipeline: Pipeline, name: str) -> float:
     for message in reversed(pipeline.tokenizer.of(Telemetry)):
         for member in message.members:
-            for key, value in member.metrics.items():
+            for key, value in unpack_samples(member.metrics).items():
                 if f"{name}_total" in key:
                     return value
     return -1.0

@@ -15,6 +15,7 @@ from services.wire.controls import Control, ControlAction
 from services.wire.finish import Finish
 from services.wire.members import Role, Telemetry
 from services.wire.requests import Refused
+from services.wire.samples import unpack_samples
 from services.wire.steps import CompileGrammar, GrammarCompiled, StepPlan
 from tests.unit.scheduler.core_driver import Driver, new_limits
 from tests.unit.scheduler.fake_worker import new_submit
@@ -42,9 +43,10 @@ def metrics_of(pipeline: Pipeline) -> dict[str, float]:
     num_before = len(pipeline.tokenizer.of(Telemetry))
     pipeline.group.pump(lambda: len(pipeline.tokenizer.of(Telemetry)) > num_before + 1)
     (member,) = (each for each in pipeline.tokenizer.of(Telemetry)[-1].members if each.role is Role.SCHEDULER)
-    parts = {key: key.split("\x1f")[2:] for key in member.metrics}
+    samples = unpack_samples(member.metrics)
+    parts = {key: key.split("\x1f")[2:] for key in samples}
     prefix = "tokenway:scheduler_"
-    return {",".join([names[0].removeprefix(prefix), *names[1:]]): member.metrics[key] for key, names in parts.items()}
+    return {",".join([names[0].removeprefix(prefix), *names[1:]]): samples[key] for key, names in parts.items()}
 
 
 def wait_for(pipeline: Pipeline, name: str, value: float) -> dict[str, float]:

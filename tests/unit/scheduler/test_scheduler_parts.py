@@ -161,10 +161,10 @@ def test_members_come_change_and_fall_silent() -> None:
     assert membership.generation == 1
     assert membership.greet(identity.routing_id, hello_of(identity), 11.0) is None  # again: nothing has changed
     assert membership.generation == 1
-    membership.hear(peer, Heartbeat(identity.epoch, State.DRAINING, 7, {"a": 1.0}))
+    membership.hear(peer, Heartbeat(identity.epoch, State.DRAINING, 7, b"told"))
     assert (membership.generation, membership.roster().members[0].state) == (2, State.DRAINING)
     (telemetry,) = membership.telemetry(11.5)
-    assert (telemetry.age_ms, telemetry.progress, telemetry.metrics) == (500, 7, {"a": 1.0})
+    assert (telemetry.age_ms, telemetry.progress, telemetry.metrics) == (500, 7, b"told")
     assert telemetry.silence_limit_ms == 3000
     peer.silence_limit_s = 12.5  # it runs a step
     assert membership.telemetry(11.5)[0].silence_limit_ms == 12500

@@ -17,6 +17,7 @@ from services.wire.endpoints import Identity
 from services.wire.members import Heartbeat, Hello, Member, MemberTelemetry, Role, Roster, State, Telemetry, Welcome
 from services.wire.messages import PROTOCOL_VERSION
 from services.wire.requests import Abort, Acknowledge, Admitted, Load, Refused, Resend, Submit
+from services.wire.samples import pack_samples
 from services.wire.transport import BlockingReceiver, DealerPort, RouterPort
 from tests.sockets import DEADLINE_S, wait_until
 from tests.unit.tokenizer.http_client import request
@@ -128,7 +129,7 @@ class Backend(threading.Thread):
                     self._states.get(role, State.READY),
                     100,
                     7,
-                    METRICS.get(role, {}),
+                    pack_samples(METRICS.get(role, {})),
                     silence_limit_ms=3000,
                 )
                 for role in self._roles

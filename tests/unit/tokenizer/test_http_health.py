@@ -24,6 +24,7 @@ from services.wire.finish import Finish
 from services.wire.members import Heartbeat, Member, MemberTelemetry, Role, Roster, State, Telemetry, Welcome
 from services.wire.messages import PROTOCOL_VERSION
 from services.wire.requests import Admitted, Refused, Submit
+from services.wire.samples import pack_samples
 from tests.sockets import wait_until
 from tests.unit.tokenizer.backend_peers import READY_LOAD, Server, chunk
 from tests.unit.tokenizer.http_client import metric, request
@@ -144,7 +145,7 @@ def view_at(now_s: float, *roles: Role) -> BackendView:
 
 def telemetry(*roles: Role, age_ms: int = 0, progress: int = 0, silence_limit_ms: int = 3000) -> Telemetry:
     return Telemetry(
-        tuple(MemberTelemetry(role, "x", 1, State.READY, age_ms, progress, {}, silence_limit_ms) for role in roles)
+        tuple(MemberTelemetry(role, "x", 1, State.READY, age_ms, progress, b"", silence_limit_ms) for role in roles)
     )
 
 
@@ -167,7 +168,7 @@ def test_a_pause_is_seen_in_the_schedulers_telemetry() -> None:
     assert not view.is_paused
     for value in (1.0, 0.0):
         metrics = {"gauge\x1ftokenway:scheduler_paused\x1ftokenway:scheduler_paused": value}
-        own = MemberTelemetry(Role.SCHEDULER, "x", 1, State.READY, 0, 0, metrics, 3000)
+        own = MemberTelemetry(Role.SCHEDULER, "x", 1, State.READY, 0, 0, pack_samples(metrics), 3000)
         view.take_telemetry(Telemetry((own,)), 100.0)
         assert view.is_paused == (value > 0)
 

@@ -24,6 +24,7 @@ from services.wire.finish import Finish
 from services.wire.members import Goodbye, HandshakeRefused, Heartbeat, Hello, Role, State
 from services.wire.messages import PROTOCOL_VERSION
 from services.wire.requests import Submit
+from services.wire.samples import unpack_samples
 from tests.sockets import wait_until
 from tests.unit.tokenizer.backend_peers import ROOT, Server, chunk
 from tests.unit.tokenizer.http_client import Connection, EventReader, request, text_of
@@ -46,7 +47,7 @@ def test_hello_tells_where_chunks_go_and_heartbeats_carry_metrics(server: Server
 
     heartbeat = server.backend.wait_for(find)
     assert heartbeat.state is State.READY
-    assert any("tokenway:generation_tokens_total" in key for key in heartbeat.metrics)
+    assert any("tokenway:generation_tokens_total" in key for key in unpack_samples(heartbeat.metrics))
     assert server.backend.hello is not None
     assert server.backend.hello.role is Role.TOKENIZER
     assert server.backend.hello.address.startswith("ipc://")

@@ -20,6 +20,7 @@ from services.runtime.metrics import (
 )
 from services.tokenizer.vllm_metrics import NAMES, USAGE_NAMES, VLLM_PREFIX, VllmCollector
 from services.wire.members import MemberTelemetry, Role, State
+from services.wire.samples import pack_samples
 
 # The samples that vLLM 0.10 exposes and its example dashboard asks for, by their full names.
 ASKED_FOR = {
@@ -70,7 +71,7 @@ def filled(*values: float) -> Histogram:
 def member(role: Role, instance: str, *families: object) -> MemberTelemetry:
     registry = new_registry()
     registry.register(Fixed(*families))  # type: ignore[arg-type]  # a collector is what has this method
-    return MemberTelemetry(role, instance, 1, State.READY, 0, 0, snapshot(registry), 3000)
+    return MemberTelemetry(role, instance, 1, State.READY, 0, 0, pack_samples(snapshot(registry)), 3000)
 
 
 def tokenizer(instance: str, factor: int) -> MemberTelemetry:

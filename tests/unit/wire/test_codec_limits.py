@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgpack
 import pytest
 
-from services.wire.answers import StopFound, TextChunks, TokensProduced
+from services.wire.answers import HopReport, StopFound, TextChunks, TokensProduced
 from services.wire.codec import decode, encode
 from services.wire.columns import pack_int32
 from services.wire.errors import ProtocolError
@@ -20,10 +20,12 @@ from services.wire.members import ForeignHello, Heartbeat, Hello, Role, State, T
 from services.wire.messages import MESSAGE_TYPES, PROTOCOL_VERSION
 from services.wire.reader import MAX_VALUES
 from services.wire.requests import Abort, Acknowledge, Admitted, Refused
+from services.wire.samples import MAX_SAMPLES_BYTES
 from services.wire.steps import StepPlan
 from tests.contract.message_examples import EXAMPLES
 
 ID = bytes(16)
+REPORT = (32, ID, 1, "scheduler", "s", 1, 1, 1)
 
 
 def frame_of(*items: object) -> bytes:
@@ -58,6 +60,7 @@ def map32(length: int) -> bytes:
     return b"\xdf" + length.to_bytes(4, "big")
 
 
+REPORT_HEAD = b"\x99" + b"".join(map(msgpack.packb, REPORT))
 EMPTY_LISTS = array32(20_000_000) + b"\x90" * 20_000_000
 HOSTILE = {
     "20 MB of empty lists": EMPTY_LISTS,
@@ -65,11 +68,11 @@ HOSTILE = {
     "a message of empty lists": b"\x92\x07" + array32(4096) + b"\x90" * 4096,
     "a field of a million empty lists": b"\x92\x07" + array32(1_000_000) + b"\x90" * 1_000_000,
     "lists in lists in lists": b"\x91" * 1_000_000,
-    "maps in maps in maps": b"\x95\x05\x01\x01\x01" + b"\x81\xa1k" * 300_000,
+    "maps in maps in maps": REPORT_HEAD + b"\x81\xa1k" * 300_000,
     "a string of 4 GB announced": b"\x94\x0b\xdb\xff\xff\xff\xff",
     "bytes of 4 GB announced": b"\x94\x0b\xc6\xff\xff\xff\xff",
     "an array of 4 G items announced": b"\x92\x07" + array32(2**32 - 1),
-    "a map of 4 G entries announced": b"\x95\x05\x01\x01\x01" + map32(2**32 - 1),
+    "a map of 4 G entries announced": REPORT_HEAD + map32(2**32 - 1),
     "an integer as a string of digits": b"\x93\x02\x01\xd9\xff" + b"9" * 255,
 }
 
@@ -93,8 +96,9 @@ def test_a_small_frame_of_lists_cannot_build_much_either() -> None:
 
 
 def test_the_costliest_frame_is_refused_by_the_count_of_its_values() -> None:
-    member = b"\x98\xa9tokenizer\xa1t\x01\x01\x01\x01" + map32(4096) + b"\xa0\x00" * 4096 + b"\x01"
-    frame = b"\x92\x07" + array32(1300) + member * 1300
+    of_prompt = frame_of(ID, 0, 0, b"", b"", b"")
+    head = array16(17) + frame_of(41, 1, 1, b"", b"", b"", b"", b"", b"", b"", 1, 1, b"", b"", b"")[1:]
+    frame = head + array32(65_536) + of_prompt * 65_536 + array32(65_536)
     assert len(frame) < MAX_FRAME_BYTES
     assert f"more than {MAX_VALUES} values" in refusal(frame)
 
@@ -142,12 +146,12 @@ def test_one_field_less_and_one_more_are_refused(item: object) -> None:
         ((11, ID, True), "Admitted.attempt: expected an integer"),
         ((11, ID, 1.0), "Admitted.attempt: expected an integer"),
         ((11, ID, None), "Admitted.attempt: expected an integer"),
-        ((5, 1, 9, 0, {}), "Heartbeat.state: 9 is no State"),
-        ((5, 1, 1, 0, {"x": float("nan")}), "Heartbeat.metrics: nan is not finite"),
-        ((5, 1, 1, 0, {"x": float("inf")}), "Heartbeat.metrics: inf is not finite"),
-        ((5, 1, 1, 0, {"x": "1"}), "Heartbeat.metrics: expected an integer"),
-        ((5, 1, 1, 0, {1: 1.0}), "Heartbeat.metrics: expected a string"),
-        ((5, 1, 1, 0, {"k" * 513: 1.0}), "Heartbeat.metrics: string of 513 bytes"),
+        ((5, 1, 9, 0, b""), "Heartbeat.state: 9 is no State"),
+        ((*REPORT, {"x": float("nan")}), "HopReport.counters: nan is not finite"),
+        ((*REPORT, {"x": float("inf")}), "HopReport.counters: inf is not finite"),
+        ((*REPORT, {"x": "1"}), "HopReport.counters: expected an integer"),
+        ((*REPORT, {1: 1.0}), "HopReport.counters: expected a string"),
+        ((*REPORT, {"k" * 513: 1.0}), "HopReport.counters: string of 513 bytes"),
         ((12, ID, 1, 399, "", "", "", 0), "Refused.status: 399 is outside"),
         ((12, ID, 1, 503, "c" * 129, "", "", 0), "Refused.code: string of 129 bytes, limit 128"),
         ((13, ID, b"\0\0\0\0\0\0\0\0"), "columns of different lengths"),
@@ -179,8 +183,9 @@ def test_columns_must_agree() -> None:
 def test_the_sender_is_told_what_no_receiver_would_take() -> None:
     for item, field in [
         (Admitted(bytes(15), 0), "Admitted.request_id"),
-        (Heartbeat(1, State.READY, 0, {"x": float("nan")}), "Heartbeat.metrics"),
-        (Heartbeat(1, State.READY, 0, {str(i): 0.0 for i in range(4097)}), "Heartbeat.metrics"),
+        (Heartbeat(1, State.READY, 0, bytes(MAX_SAMPLES_BYTES + 1)), "Heartbeat.metrics"),
+        (HopReport(ID, 1, Role.SCHEDULER, "s", 1, 1, 1, {"x": float("nan")}), "HopReport.counters"),
+        (HopReport(ID, 1, Role.SCHEDULER, "s", 1, 1, 1, {str(i): 0.0 for i in range(65)}), "HopReport.counters"),
         (Refused(ID, 0, 200, "", "", "", 0), "Refused.status"),
         (Refused(ID, 0, 503, "", "\ud800", "", 0), "Refused"),
         (Abort(ID, b"\xff\xff\xff\xff"), "Abort.attempts"),
