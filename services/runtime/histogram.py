@@ -33,10 +33,10 @@ class Histogram:
         """The sum of all that was observed."""
         return self._sum
 
-    def observe(self, value: float) -> None:
-        """Counts one observation."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, times: int = 1) -> None:
+        """Counts an observation, or several of the same value."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
 
     def family(self, name: str, help_text: str) -> HistogramMetricFamily:
         """The metric family of this histogram, without labels."""

@@ -140,6 +140,7 @@ class EventStream:
         self._format = answer_format
         self._text = answer_format.text if isinstance(answer_format, TextFormat) else self._spell_text
         self._answers = answers
+        self._only_text = answers[0] if len(answers) == 1 and answers[0].is_plain else None
         self._endings: dict[int, Ending] = {}
         self._touched = {choice: None for choice, answer in enumerate(answers) if answer.opening is not None}
         self._num_open = len(answers)
@@ -152,6 +153,8 @@ class EventStream:
         """What goes out beside the answers; before anything of them has come."""
         self._options = options
         self._tells_more = options.has_continuous_usage or bool(options.event_id)
+        if self._tells_more:
+            self._only_text = None
 
     def open(self, output: EventOutput) -> None:
         """The head of the response is out: events may follow."""
@@ -213,9 +216,13 @@ class EventStream:
             self._write(self._format.keep_alive())
 
     def _take_pending(self) -> bytes:
-        touched, self._touched = self._touched, {}
         self._num_pending = 0
         try:
+            answer = self._only_text
+            if answer is not None and answer.opening is None and not self._endings:  # nearly always
+                self._touched.clear()
+                return self._text(0, answer.take_text()) if answer.texts else b""
+            touched, self._touched = self._touched, {}
             return b"".join(self._events_of(touched))
         except Exception:  # a fault in a parser or a format is this request's own
             self.failure = internal_error()

@@ -13,9 +13,10 @@ Pure: no clock, no socket.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import repeat
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 from services.tokenizer.answer_parts import TokenLogprobs
 from services.tokenizer.prompt_pieces import PromptPieces
@@ -77,6 +78,10 @@ class GapError(Exception):
     """A chunk does not begin where the journal ends: what lies between was lost and must come again."""
 
 
+_new_row = cast(Callable[[tuple[object, ...]], ChunkRow], partial(tuple.__new__, ChunkRow))
+"""What `ChunkRow._make` does, of tuples that have its length; one is made for each token."""
+
+
 def chunk_rows(chunks: TextChunks) -> list[ChunkRow]:
     """The rows of a message (the wire has checked that its columns fit together)."""
     counts = unpack_int32(chunks.counts)
@@ -96,7 +101,7 @@ def chunk_rows(chunks: TextChunks) -> list[ChunkRow]:
         [next(stops) if finish is Finish.STOP_STRING else "" for finish in finishes] if chunks.stops else no_stops,
         strict=True,
     )
-    return [ChunkRow._make(row) for row in rows]
+    return list(map(_new_row, rows))
 
 
 def _logprobs_of(chunks: TextChunks, counts: list[int]) -> Iterable[Sequence[TokenLogprobs]]:

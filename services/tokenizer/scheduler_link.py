@@ -29,7 +29,8 @@ from services.wire.requests import Admitted, Load, Refused, Submit
 from services.wire.steps import Embedding, PromptLogprobs
 from services.wire.transport import AsyncReceiver, DealerPort, Envelope, Port, RouterPort
 
-ACKNOWLEDGE_AFTER_S = 0.2
+ACKNOWLEDGE_AFTER_S = 0.2  # an answer that has ended: its record can go
+ACKNOWLEDGE_OPEN_AFTER_S = 1.0  # answers that go on: the scheduler keeps their records anyway
 _TICK_S = 1.0
 _LAG_PROBE_S = 0.1
 _FAREWELL_MS = 500  # how long closing sockets may take to hand over their last frames
@@ -153,7 +154,8 @@ class SchedulerLink:
 
     def _acknowledge_soon(self, now_s: float) -> None:
         if self.table.owes_acknowledgement:
-            self._acknowledge_s = min(self._acknowledge_s, now_s + ACKNOWLEDGE_AFTER_S)
+            after_s = ACKNOWLEDGE_AFTER_S if self.table.has_new_end else ACKNOWLEDGE_OPEN_AFTER_S
+            self._acknowledge_s = min(self._acknowledge_s, now_s + after_s)
 
     def _take_report(self, port: Port, peer: bytes, report: HopReport) -> None:
         """From the scheduler, or from a detokenizer about itself."""

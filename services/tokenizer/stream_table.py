@@ -65,10 +65,13 @@ class StreamTable:
         self.inter_token_s = Histogram(_LATENCY_BOUNDS_S)
         self.last_token_s = float("-inf")
         """When a token last came in for anybody."""
+        self.has_new_end = False
+        """Whether an answer has ended since the last `take_acknowledgement`."""
         self.requests: dict[OpenRequest, None] = {}
         self._answers: dict[bytes, _OpenAnswer] = {}
         self._gapped: dict[bytes, _OpenAnswer] = {}
-        self._unacknowledged: dict[bytes, JournalEntry] = {}
+        self._unacknowledged: dict[JournalEntry, None] = {}
+        self._gaps: dict[float, int] = {}  # of the batch that is being taken: time of the last token -> answers
 
     @property
     def num_answers(self) -> int:
@@ -156,6 +159,7 @@ class StreamTable:
                 logger.exception("an answer breaks off: %s", error.message, extra=about(row.request_id))
                 answer.request.fail(error)
             touched[answer.request.sink] = None
+        self._observe_gaps(now_s)
         for sink in touched:
             sink.flush()
 
@@ -174,10 +178,11 @@ class StreamTable:
         if not self._unacknowledged:
             return None
         new, self._unacknowledged = self._unacknowledged, {}
+        self.has_new_end = False
         entries: list[JournalEntry] = []
-        for entry in new.values():
+        for entry in new:
             if entry.misses_pieces:  # once all is acknowledged nobody could send these again
-                self._unacknowledged[entry.request_id] = entry
+                self._unacknowledged[entry] = None
             else:
                 entries.append(entry)
         if not entries:
@@ -223,13 +228,14 @@ class StreamTable:
             self._end(answer, now_s)
 
     def _end(self, answer: _OpenAnswer, now_s: float) -> None:
+        self.has_new_end = True
         entry, request = answer.entry, answer.request
         error = finish_error(entry.finish)
         if error is None and entry.misses_pieces:
             self._await_pieces(entry, now_s)
         elif error is None:
             if not entry.next_index:
-                self._unacknowledged[entry.request_id] = entry  # no id says that this answer has arrived
+                self._unacknowledged[entry] = None  # no id says that this answer has arrived
             request.sink.end(answer.choice, entry.ending)
         else:
             level = logging.INFO if entry.finish in _NO_FAULTS else logging.ERROR
@@ -278,14 +284,20 @@ class StreamTable:
     def _count_tokens(self, answer: _OpenAnswer, num_tokens: int, now_s: float) -> None:
         entry = answer.entry
         self.counters.generation_tokens += num_tokens
-        if entry.last_token_s:
-            gap_s = now_s - entry.last_token_s
-            self.inter_token_s.observe(gap_s)
-            answer.request.gaps_s.append(gap_s)
+        last_s = entry.last_token_s
+        if last_s:
+            self._gaps[last_s] = self._gaps.get(last_s, 0) + 1
+            answer.request.gaps_s.append(now_s - last_s)
         else:
             self.first_token_s.observe(now_s - answer.request.received_s)
             entry.first_token_s = now_s
         entry.last_token_s = self.last_token_s = now_s
-        self._unacknowledged[entry.request_id] = entry
+        self._unacknowledged[entry] = None
         if self._gapped:
             self._gapped.pop(entry.request_id, None)
+
+    def _observe_gaps(self, now_s: float) -> None:
+        """Most answers of a batch had their last token at the same time: one observation for all of these."""
+        for last_s, num_answers in self._gaps.items():
+            self.inter_token_s.observe(now_s - last_s, num_answers)
+        self._gaps.clear()

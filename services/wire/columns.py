@@ -10,6 +10,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from struct import Struct
 from typing import TypeVar
 
 from services.wire.errors import ProtocolError
@@ -75,11 +76,18 @@ def unpack_request_ids(column: bytes) -> list[bytes]:
     """Splits a column of request ids; ProtocolError when the length is not a multiple of 16."""
     if len(column) % REQUEST_ID_BYTES:
         raise ProtocolError(f"request id column of {len(column)} bytes")
-    return [column[i : i + REQUEST_ID_BYTES] for i in range(0, len(column), REQUEST_ID_BYTES)]
+    return list(_id_struct(len(column) // REQUEST_ID_BYTES).unpack(column))
+
+
+@lru_cache(maxsize=16)
+def _id_struct(num_ids: int) -> Struct:
+    return Struct(f"{REQUEST_ID_BYTES}s" * num_ids)
 
 
 def split_by_counts(values: list[int], counts: list[int]) -> list[list[int]]:
     """Cuts `values` into runs of the given lengths; ProtocolError unless they add up exactly."""
+    if len(values) == len(counts) and counts == [1] * len(counts):  # nearly always
+        return [[value] for value in values]
     runs: list[list[int]] = []
     start = 0
     for count in counts:

@@ -8,6 +8,7 @@ is left to the fields one by one (`reader`, `forms`), which say what is wrong wi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -107,6 +108,9 @@ def flat_reader(cls: type, fields: Sequence[FlatField]) -> Callable[[bytes], Any
         "max_str_len": MAX_FLAT_BYTES if has_strings else 0,
     }
     num_values = 1 + len(fields)
+    # A frozen dataclass's own __init__ looks each of these up by name; nothing else happens in a message's.
+    setters = [getattr(cls, field.name).__set__ for field in dataclasses.fields(cls)]
+    new: Callable[[type], object] = object.__new__
     agree: Callable[[object], None] | None = getattr(cls, "check", None)
 
     def read(frame: bytes) -> object:
@@ -122,7 +126,9 @@ def flat_reader(cls: type, fields: Sequence[FlatField]) -> Callable[[bytes], Any
         del values[0]
         if not is_plain(values):
             return None
-        item = cls(*values)
+        item = new(cls)
+        for put, value in zip(setters, values, strict=True):
+            put(item, value)
         if agree is not None:
             try:
                 agree(item)

@@ -76,6 +76,7 @@ class Port:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
+        self._send_frame = super(zmq.Socket, socket).send  # pyzmq's own in Python only adds what drafts need
         self._outboxes: dict[bytes, _Outbox] = {}
         self.stats = PortStats()
         self.look_again: Callable[[], None] | None = None
@@ -102,7 +103,7 @@ class Port:
         envelopes: list[Envelope] = []
         received_bytes = 0
         socket = self._socket
-        has_more = self._has_input()  # far cheaper than a receive in vain
+        has_more = self.has_input()  # far cheaper than a receive in vain
         for _ in range(most):
             if not has_more:
                 break
@@ -112,7 +113,7 @@ class Port:
             except zmq.Again:
                 break
             received_bytes += len(payload)
-            has_more = self._has_input()
+            has_more = self.has_input()
             try:
                 if has_more:  # else nothing can be left of this message either
                     self._require_last_frame()
@@ -127,6 +128,10 @@ class Port:
         self.stats.received += len(envelopes)
         self.stats.received_bytes += received_bytes
         return envelopes
+
+    def has_input(self) -> bool:
+        """Whether a message is here. Takes the edge of the descriptor, as asking for zmq.EVENTS would."""
+        return bool(zmq.zmq_poll([(self._socket, _POLLIN)], 0))
 
     def flush(self) -> None:
         """Hands what waits in the outboxes to ZeroMQ, as far as it takes it."""
@@ -147,9 +152,6 @@ class Port:
         outbox = self._outboxes.pop(peer, None)
         if outbox is not None:
             self.stats.outbox_frames -= len(outbox.frames)
-
-    def _has_input(self) -> bool:
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
     def _require_last_frame(self) -> None:
         if not self._socket.getsockopt(zmq.RCVMORE):
@@ -199,8 +201,8 @@ class Port:
         """True: sent. False: not now. None: the peer is not there."""
         try:
             if self._is_router:
-                self._socket.send(peer, _MORE)  # once it has taken this, it takes the frame too
-            self._socket.send(frame, _NOBLOCK)
+                self._send_frame(peer, _MORE)  # once it has taken this, it takes the frame too
+            self._send_frame(frame, _NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -396,5 +398,5 @@ class AsyncReceiver:
                 timer.cancel()
 
     def _on_readable(self, port: Port) -> None:
-        port.socket.getsockopt(zmq.EVENTS)  # takes the edge, or the loop would spin on it until the next receive
+        port.has_input()  # takes the edge, or the loop would spin on it until the next receive
         self._wake.set()
