@@ -44,15 +44,15 @@ class AnswerChunk:
 class AnswerDecoder:
     """The state of one open answer."""
 
-    __slots__ = ("_decoder", "_has_ended", "_matcher", "_min_tokens", "next_index", "text_offset")
+    __slots__ = ("_decoder", "_matcher", "_min_tokens", "has_ended", "next_index", "text_offset")
 
     def __init__(self, pieces: TokenPieces, text: TextParams) -> None:
         """ValueError when a stop string is empty: the tokenizer service lets none through."""
-        self._decoder = IncrementalDecoder(pieces.choose(text.skip_special_tokens))
+        self._decoder = IncrementalDecoder(pieces.choose(text.skip_special_tokens), pieces.texts)
         self._matcher = StopMatcher(text.stop, text.include_stop_str_in_output) if text.stop else None
         self._min_tokens = text.min_tokens
         self.text_offset = 0
-        self._has_ended = False
+        self.has_ended = False
         self.next_index = 0
 
     def advance(self, first_index: int, token_ids: Sequence[int], finish: Finish = Finish.NONE) -> AnswerChunk | None:
@@ -72,9 +72,9 @@ class AnswerDecoder:
         """
         if first_index != self.next_index:
             token_ids = self._drop_known(self.next_index - first_index, token_ids, finish)
-        if not token_ids and (finish is _GOES_ON or self._has_ended):
+        if not token_ids and (finish is _GOES_ON or self.has_ended):
             return None
-        if self._has_ended:
+        if self.has_ended:
             raise ProtocolError("ids after the end of an answer")
         first_index, text_offset, matcher = self.next_index, self.text_offset, self._matcher
         if finish is _GOES_ON and len(token_ids) == 1:  # nearly every call
@@ -88,28 +88,25 @@ class AnswerDecoder:
         if matcher is not None and matcher.found is not None:
             stop = matcher.found
             finish, token_ids = Finish.STOP_STRING, token_ids[: self.next_index - first_index]
-        self._has_ended = finish is not _GOES_ON
+        self.has_ended = finish is not _GOES_ON
         self.text_offset += len(text) if text.isascii() else len(text.encode())
         return AnswerChunk(first_index, token_ids, text, text_offset, finish, stop)
-
-    def goes_on_at(self, first_index: int) -> bool:
-        """Whether `take_next` may have an id of that index: the cursor stands there."""
-        return first_index == self.next_index and not self._has_ended
 
     def take_next(self, token_id: int) -> str | AnswerChunk:
         """The text that the id at the cursor completes: what `advance` with it alone gives, with nothing around it.
 
-        Where it completes a stop string, the whole chunk: the answer has ended.
+        The answer must not have ended. Where the id completes a stop string, the whole chunk: then it has.
         """
         text = self._decoder.decode(token_id)
         self.next_index += 1
-        matcher, text_offset = self._matcher, self.text_offset
+        matcher = self._matcher
         if matcher is not None:
             text = matcher.feed(text, self.next_index >= self._min_tokens)
-        self.text_offset += len(text) if text.isascii() else len(text.encode())
+        text_offset = self.text_offset
+        self.text_offset = text_offset + (len(text) if text.isascii() else len(text.encode()))
         if matcher is None or matcher.found is None:
             return text
-        self._has_ended = True
+        self.has_ended = True
         return AnswerChunk(self.next_index - 1, [token_id], text, text_offset, Finish.STOP_STRING, matcher.found)
 
     def _drop_known(self, num_known: int, token_ids: Sequence[int], finish: Finish) -> Sequence[int]:

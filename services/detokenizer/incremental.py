@@ -45,6 +45,8 @@ class TokenPieces:
         ids = range(vocabulary.num_entries)
         self.shown = [vocabulary.token_bytes(token_id) for token_id in ids]
         self.special_skipped = [b"" if vocabulary.is_special(token_id) else self.shown[token_id] for token_id in ids]
+        self.texts: dict[bytes, str] = {}
+        """The texts of pieces that need no other for their characters; filled by decoders as they meet them."""
 
     def choose(self, skip_special_tokens: bool) -> list[bytes]:
         """The list for one answer; index by token id."""
@@ -54,11 +56,12 @@ class TokenPieces:
 class IncrementalDecoder:
     """The decoder of one answer. However the ids are cut into calls, the concatenated text is the same."""
 
-    __slots__ = ("_held", "_pieces")
+    __slots__ = ("_held", "_pieces", "_texts")
 
-    def __init__(self, pieces: list[bytes]) -> None:
-        """`pieces[token_id]` is the token's bytes; ids beyond the list have none."""
+    def __init__(self, pieces: list[bytes], texts: dict[bytes, str] | None = None) -> None:
+        """`pieces[token_id]` is the token's bytes; ids beyond the list have none. `texts`: see `TokenPieces`."""
         self._pieces = pieces
+        self._texts = {} if texts is None else texts
         self._held = b""
 
     @property
@@ -76,9 +79,16 @@ class IncrementalDecoder:
             return ""
         if token_id < 0:
             raise ProtocolError(f"negative token id {token_id}")
-        stream = self._held + pieces[token_id] if self._held else pieces[token_id]
+        piece, held = pieces[token_id], self._held
+        if not held:
+            known = self._texts.get(piece)
+            if known is not None:  # nearly always
+                return known
+        stream = held + piece
         text, num_used = utf_8_decode(stream, "replace", False)
         self._held = stream[num_used:]
+        if not held and not self._held:
+            self._texts[piece] = text
         return text
 
     def decode_run(self, token_ids: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ apart. `Decoders` says which rows these are; all others go through `outgoing.Chu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -30,57 +30,61 @@ def may_go_together(batch: TokensProduced) -> bool:
         and not batch.logprob_counts
         and len(batch.request_ids) == REQUEST_ID_BYTES * num_rows
         and all(len(column) == 4 * num_rows for column in columns)
-        and 4 * sum(unpack_int32(batch.counts)) == len(batch.token_ids)
+        and (_has_one_each(batch) or 4 * sum(unpack_int32(batch.counts)) == len(batch.token_ids))
     )
+
+
+def _has_one_each(batch: TokensProduced) -> bool:
+    """Whether every row has exactly one id."""
+    return len(batch.token_ids) == len(batch.counts) and batch.counts == _ONE * len(batch.finishes)
 
 
 class TogetherRows:
     """Rows for one tokenizer: their places in the batch, and what they gave."""
 
-    __slots__ = ("_batch", "places", "text_offsets", "texts", "token_ids")
+    __slots__ = ("_batch", "rows")
 
     def __init__(self, batch: TokensProduced) -> None:
         self._batch = batch
-        self.places: list[int] = []
-        self.token_ids: list[int] = []
-        self.texts: list[str] = []
-        self.text_offsets: list[int] = []
+        self.rows: list[tuple[int, int, str, int]] = []
+        """Place, id, text, and where in the answer's text that begins."""
 
     @property
     def num_rows(self) -> int:
         """Rows so far."""
-        return len(self.places)
+        return len(self.rows)
 
     @property
     def num_tokens(self) -> int:
         """Their ids."""
-        return len(self.places)
+        return len(self.rows)
 
     @property
     def most_bytes(self) -> int:
         """Of all columns, counting four bytes a character."""
-        return 4 * sum(map(len, self.texts)) + 64 * len(self.places)
+        return 4 * sum([len(text) for _, _, text, _ in self.rows]) + 64 * len(self.rows)
 
     def message(self) -> TextChunks:
         """The rows as they travel."""
-        batch, num_rows = self._batch, len(self.places)
+        batch, num_rows = self._batch, len(self.rows)
+        places, token_ids, texts, text_offsets = zip(*self.rows, strict=True)
+        is_whole = num_rows == len(batch.finishes)  # nearly always: then each row of the batch is one id
         return TextChunks(
-            request_ids=self._picked(batch.request_ids, REQUEST_ID_BYTES),
-            attempts=self._picked(batch.attempts, 4),
-            first_indexes=self._picked(batch.first_indexes, 4),
+            request_ids=batch.request_ids if is_whole else _picked(batch.request_ids, places, REQUEST_ID_BYTES),
+            attempts=batch.attempts if is_whole else _picked(batch.attempts, places, 4),
+            first_indexes=batch.first_indexes if is_whole else _picked(batch.first_indexes, places, 4),
             counts=_ONE * num_rows,
-            token_ids=pack_int32(self.token_ids),
-            text_offsets=pack_int32(self.text_offsets),
-            texts=tuple(self.texts),
+            token_ids=batch.token_ids if is_whole else pack_int32(token_ids),
+            text_offsets=pack_int32(text_offsets),
+            texts=texts,
             finishes=bytes(num_rows),
             completion_tokens=bytes(4 * num_rows),
-            cached_tokens=self._picked(batch.cached_tokens, 4),
+            cached_tokens=batch.cached_tokens if is_whole else _picked(batch.cached_tokens, places, 4),
         )
 
-    def _picked(self, column: bytes, item_bytes: int) -> bytes:
-        if len(self.places) * item_bytes == len(column):
-            return column
-        return np.frombuffer(column, f"V{item_bytes}")[self.places].tobytes()
+
+def _picked(column: bytes, places: Sequence[int], item_bytes: int) -> bytes:
+    return np.frombuffer(column, f"V{item_bytes}")[list(places)].tobytes()
 
 
 @dataclass(slots=True)
@@ -113,8 +117,10 @@ def advance_together(batch: TokensProduced, answers: Mapping[bytes, OpenAnswer])
     is_taken, runs = taken.is_taken, taken.runs
     num_characters = 0
     apart: set[bytes] = set()  # answers with a row that is still to be taken
+    tokenizer: bytes | None = None
+    run = TogetherRows(batch)
     counts, ids = unpack_int32(batch.counts), unpack_int32(batch.token_ids)
-    if len(ids) != len(counts) or batch.counts != _ONE * len(counts):
+    if not _has_one_each(batch):
         ids = [ids[end - 1] if count else 0 for count, end in zip(counts, accumulate(counts), strict=True)]
     columns = (unpack_request_ids(batch.request_ids), unpack_int32(batch.attempts), unpack_int32(batch.first_indexes))
     rows = zip(*columns, ids, counts, batch.finishes, strict=True)
@@ -124,7 +130,7 @@ def advance_together(batch: TokensProduced, answers: Mapping[bytes, OpenAnswer])
             apart.add(request_id)
             continue
         decoder = answer.decoder
-        if num_characters > MAX_CHARACTERS_TOGETHER or not decoder.goes_on_at(first_index):
+        if num_characters > MAX_CHARACTERS_TOGETHER or decoder.next_index != first_index or decoder.has_ended:
             apart.add(request_id)
             continue
         is_taken[place] = 1
@@ -140,11 +146,8 @@ def advance_together(batch: TokensProduced, answers: Mapping[bytes, OpenAnswer])
             taken.stopped.append((request_id, answer, text, cached_tokens))
             continue
         num_characters += len(text)
-        run = runs.get(answer.tokenizer)
-        if run is None:
-            run = runs[answer.tokenizer] = TogetherRows(batch)
-        run.places.append(place)
-        run.token_ids.append(token_id)
-        run.texts.append(text)
-        run.text_offsets.append(text_offset)
+        if answer.tokenizer != tokenizer:
+            tokenizer = answer.tokenizer
+            run = runs.setdefault(tokenizer, TogetherRows(batch))
+        run.rows.append((place, token_id, text, text_offset))
     return taken

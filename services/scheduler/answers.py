@@ -197,6 +197,8 @@ class Answers:
 
     def produced(self, items: list[Produced], now_s: float) -> None:
         """New tokens and ends, as a core gave them."""
+        if not items:
+            return
         for item in items:
             request = item.request
             record = self.router.settle(request, now_s)

@@ -230,9 +230,10 @@ class Core:
 
     def can_plan(self) -> bool:
         """Whether `plan_step` is worth calling: a plan may go out, and something happened since the last empty one."""
-        has_work = self.queues.num_plannable > 0 or self._owes_release
         plans_ahead = 0 if self.speculation.must_wait else self.limits.plans_ahead
-        return has_work and not self._is_stalled and len(self._in_flight) <= plans_ahead
+        if self._is_stalled or len(self._in_flight) > plans_ahead:
+            return False
+        return self.queues.num_plannable > 0 or self._owes_release
 
     def plan_step(self) -> StepPlan | None:
         """The next plan; None when nothing can run before another event.
@@ -246,18 +247,21 @@ class Core:
         for request in last:
             lockstep.leave(request, self._in_flight)
         decodes += last
-        appended = self.reservations.grow(full, decodes + prefills, self.queues.running.values(), self._retract)
-        lockstep.schedule_again()
+        appended: dict[int, list[int]] = {}
+        if full or decodes or prefills:
+            appended = self.reservations.grow(full, decodes + prefills, self.queues.running.values(), self._retract)
+            lockstep.schedule_again()
         draft = StepDraft(lockstep.clock.planned, lockstep.marches())
         for request in decodes:
             if request.state is RequestState.RUNNING:
                 draft.add(request, 1)
         self.speculation.propose(draft, appended, self._in_flight)
-        budget = self.limits.prefill_budget(draft.num_tokens)
-        for request in prefills:
-            if request.state is RequestState.RUNNING and budget:
-                budget = draft.add_chunk(request, budget, self.limits)
-        self._admit(draft, budget)
+        if prefills or self.queues.num_admissible:
+            budget = self.limits.prefill_budget(draft.num_tokens)
+            for request in prefills:
+                if request.state is RequestState.RUNNING and budget:
+                    budget = draft.add_chunk(request, budget, self.limits)
+            self._admit(draft, budget)
         if not draft.num_tokens and not self._owes_release:
             self._is_stalled = True
             return None
@@ -281,7 +285,7 @@ class Core:
 
     def _admit(self, draft: StepDraft, budget: int) -> None:
         """Lets requests begin or resume while rows, tokens of the step and pages last."""
-        if not (budget and self._rows.num_free and (self.queues.retracted or len(self.queues.waiting))):
+        if not (budget and self._rows.num_free and self.queues.num_admissible):
             return
         num_reserved = sum(map(self.reservations.expected_growth, self.queues.running.values()))
         while budget and self._rows.num_free and draft.has_room:

@@ -36,6 +36,11 @@ class RequestQueues:
         return len(self.waiting) + len(self.held) + len(self.compiling)
 
     @property
+    def num_admissible(self) -> int:
+        """Requests that need nothing but a row and pages."""
+        return len(self.retracted) + len(self.waiting)
+
+    @property
     def num_plannable(self) -> int:
         """Open requests that need nothing but a plan to go on."""
         return len(self.open) - len(self.held) - len(self.compiling)

@@ -165,8 +165,11 @@ class StepDraft:
             appended: row -> pages that its table grew by since the last plan.
         """
         formations = [march.formation for march in self.marches]
-        rows = b"".join([formation.rows for formation in formations])
-        starts = b"".join([formation.starts_of(self.step) for formation in formations])
+        if len(formations) == 1:  # one detokenizer
+            rows, starts = formations[0].rows, formations[0].starts_of(self.step)
+        else:
+            rows = b"".join([formation.rows for formation in formations])
+            starts = b"".join([formation.starts_of(self.step) for formation in formations])
         num_marching = len(rows) // TOKEN_BYTES
         new_tokens, samples = _ONE * num_marching, b"\1" * num_marching
         if self.requests:
@@ -174,15 +177,19 @@ class StepDraft:
             starts += pack_int32(self.starts)
             new_tokens += pack_int32(self.counts)
             samples += self.samples
-        pages = appended.values()
+        page_rows = page_counts = page_ids = b""
+        if appended:
+            pages = appended.values()
+            page_rows, page_counts = pack_int32(appended), pack_int32(map(len, pages))
+            page_ids = pack_int32(chain.from_iterable(pages))
         return StepPlan(
             epoch=epoch,
             step=self.step,
-            released_rows=pack_int32(released_rows),
+            released_rows=pack_int32(released_rows) if released_rows else b"",
             new_rows=tuple(self.new_rows),
-            page_rows=pack_int32(appended),
-            page_counts=pack_int32(map(len, pages)),
-            page_ids=pack_int32(chain.from_iterable(pages)),
+            page_rows=page_rows,
+            page_counts=page_counts,
+            page_ids=page_ids,
             rows=rows,
             start_positions=starts,
             num_new_tokens=new_tokens,

@@ -6,7 +6,7 @@ whose id is one of their stop ids, are looked at. Any other result dissolves the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,7 +16,7 @@ from services.scheduler.outcomes import TokenRun
 from services.scheduler.radix_cache import TOKEN_BYTES
 from services.scheduler.step_plan import FlightRow, StepInFlight
 from services.scheduler.step_result import ResultError, RowResult, rows_of
-from services.wire.columns import unpack_int32, view_int32
+from services.wire.columns import all_below, may_hold, unpack_int32
 from services.wire.finish import Finish
 from services.wire.steps import StepResult
 
@@ -28,7 +28,6 @@ class StepReading:
     Attributes:
         flight: its step.
         column: the ids of those in lockstep; None when something about these is special.
-        ids: the same as numbers.
         indexes: their output indexes.
         rows: the rows of the step that are to be taken one by one; complete after `march_on`.
         by_row: what the worker said of these.
@@ -36,7 +35,6 @@ class StepReading:
 
     flight: StepInFlight
     column: bytes | None
-    ids: Sequence[int]
     indexes: bytes
     rows: Iterable[FlightRow]
     by_row: dict[int, RowResult]
@@ -53,30 +51,28 @@ class StepReading:
             return []
         runs: list[TokenRun] = []
         start = 0
-        may_stop = not lockstep.stop_ids.isdisjoint(self.ids)
+        may_stop = may_hold(self.column, lockstep.stop_ids)
         for march in self.flight.marches:
             end = start + len(march)
             cut = slice(TOKEN_BYTES * start, TOKEN_BYTES * end)
-            ids, column, indexes = self.ids[start:end], self.column[cut], self.indexes[cut]
+            column, indexes = self.column[cut], self.indexes[cut]
             start = end
             if may_stop:
-                self._let_go(march, ids, lockstep, in_flight)
+                self._let_go(march, unpack_int32(column), lockstep, in_flight)
             run = march.take(lockstep.clock, self.flight.step, column, indexes)
             if run:
                 runs.append(run)
             if march.left:
-                self._take_out(march, ids, unpack_int32(indexes))
+                self._take_out(march, unpack_int32(column), unpack_int32(indexes))
         return runs
 
-    def _let_go(
-        self, march: March, ids: Sequence[int], lockstep: Lockstep, in_flight: Collection[StepInFlight]
-    ) -> None:
+    def _let_go(self, march: March, ids: list[int], lockstep: Lockstep, in_flight: Collection[StepInFlight]) -> None:
         """Whose id may be the end leaves."""
         for place, (request, token_id) in enumerate(zip(march.formation.requests, ids, strict=True)):
             if token_id in request.stop_ids and place not in march.left:
                 lockstep.leave(request, in_flight)
 
-    def _take_out(self, march: March, ids: Sequence[int], indexes: list[int]) -> None:
+    def _take_out(self, march: March, ids: list[int], indexes: list[int]) -> None:
         """Puts those that have left with the rows that are taken one by one."""
         rows = list(self.flight.in_lockstep(march, sorted(march.left)))
         for place, (request, row, _, _) in zip(sorted(march.left), rows, strict=True):
@@ -96,13 +92,12 @@ def read_result(flight: StepInFlight, result: StepResult, logits_width: int) -> 
         ResultError: it does not hold together.
     """
     column = marching_ids(flight.marches, result)
-    ids = view_int32(column or b"")
-    if column is None or max(ids, default=0) >= logits_width:
-        return StepReading(flight, None, [], b"", flight.all_rows(), rows_of(result))
+    if column is None or not all_below(column, logits_width):
+        return StepReading(flight, None, b"", flight.all_rows(), rows_of(result))
     indexes = result.first_indexes[: len(column)]
     if len(result.rows) == len(column):  # nearly always
-        return StepReading(flight, column, ids, indexes, flight.apart(), {})
-    by_row = rows_of(result, len(ids))
+        return StepReading(flight, column, indexes, flight.apart(), {})
+    by_row = rows_of(result, len(column) // TOKEN_BYTES)
     if not by_row.keys().isdisjoint(unpack_int32(result.rows[: len(column)])):
         raise ResultError(f"result of step {result.step} names a row twice")
-    return StepReading(flight, column, ids, indexes, flight.apart(), by_row)
+    return StepReading(flight, column, indexes, flight.apart(), by_row)

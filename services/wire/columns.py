@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from struct import Struct
 from typing import TypeVar
@@ -41,6 +41,22 @@ def plus_int32(column: bytes, number: int) -> bytes:
     return sums.to_bytes(len(column), "little")
 
 
+def all_below(column: bytes, bound: int) -> bool:
+    """Whether each item of an int32 column, none of them negative, is below `bound`, 1 to 2**31.
+
+    As one difference of two long integers: with its highest bit set an item can lend to nobody, and keeps that bit
+    exactly if what is taken from it is no more than the rest.
+    """
+    ones = _ones(len(column) // 4)
+    highest = ones << 31
+    return (highest + (bound - 1) * ones - int.from_bytes(column, "little")) & highest == highest
+
+
+def may_hold(column: bytes, numbers: Collection[int]) -> bool:
+    """False only if no item of an int32 column is one of these numbers: they are looked for as bytes, at any place."""
+    return any(number.to_bytes(4, "little") in column for number in numbers)
+
+
 @lru_cache(maxsize=16)
 def _ones(num_items: int) -> int:
     """An int32 column of ones, as one integer."""
@@ -50,11 +66,6 @@ def _ones(num_items: int) -> int:
 def unpack_int32(column: bytes) -> list[int]:
     """The integers of an int32 column; ProtocolError when the length is not a multiple of 4."""
     return _filled(array("i"), column).tolist()
-
-
-def view_int32(column: bytes) -> array[int]:
-    """The same numbers as `unpack_int32`, each made only when it is looked at."""
-    return _filled(array("i"), column)
 
 
 def pack_float32(values: Iterable[float]) -> bytes:

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.wire.columns import (
+    all_below,
+    may_hold,
     pack_int32,
     pack_request_ids,
     plus_int32,
@@ -31,6 +33,21 @@ def test_int32_columns_are_little_endian_and_come_back(values: list[int]) -> Non
 @given(st.lists(st.integers(0, 2**30)), st.integers(0, 2**30 - 1))
 def test_a_number_is_added_to_each_item_of_a_column(values: list[int], number: int) -> None:
     assert unpack_int32(plus_int32(pack_int32(values), number)) == [value + number for value in values]
+
+
+@given(st.lists(st.integers(0, 2**31 - 1)), st.integers(1, 2**31))
+def test_the_bound_of_a_column_is_that_of_its_items(values: list[int], bound: int) -> None:
+    assert all_below(pack_int32(values), bound) == all(value < bound for value in values)
+    for value in values:
+        assert not all_below(pack_int32(values), max(value, 1)) or value == 0
+    assert all_below(pack_int32(values), max(values, default=0) + 1)
+
+
+@given(st.lists(st.integers(0, 600)), st.lists(st.integers(0, 600)))
+def test_a_number_that_a_column_holds_is_never_missed(values: list[int], numbers: list[int]) -> None:
+    if not set(values).isdisjoint(numbers):
+        assert may_hold(pack_int32(values), numbers)
+    assert not may_hold(pack_int32(values), [2**31 - 1])
 
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**70])
