@@ -1,7 +1,7 @@
 """Detokenizer process: the shell around `Decoders`.
 
-One task on uvloop. It owns a socket to the scheduler and one to each tokenizer process in the roster. A turn of the
-loop takes what arrived, advances the decoders and sends what came of it: one message to each tokenizer, no timer.
+One blocking poll loop. It owns a socket to the scheduler and one to each tokenizer process in the roster. A turn takes
+what arrived, advances the decoders and sends what came of it: one message to each tokenizer, no timer.
 
 It must never decide anything about text, and must never import torch or a tokenizer library.
 """
@@ -12,7 +12,6 @@ import gc
 import logging
 import time
 
-import uvloop
 import zmq
 
 from services.detokenizer.decoders import Decoders
@@ -29,7 +28,7 @@ from services.wire.endpoints import Identity
 from services.wire.errors import ProtocolError
 from services.wire.finish import Finish
 from services.wire.members import Role, Roster, State, Welcome
-from services.wire.transport import AsyncReceiver, DealerPort, Port
+from services.wire.transport import BlockingReceiver, DealerPort, Port
 
 _ROSTER_WAIT_S = 0.4  # how long a draining process without answers waits for the scheduler to have noticed
 _FAREWELL_MS = 2000  # how long closing sockets may take to hand over their last frames
@@ -44,12 +43,12 @@ class DetokenizerService:
     """The loop and its sockets."""
 
     def __init__(self, process: Process, decoders: Decoders) -> None:
-        """Must be made inside a running event loop; connects to the scheduler."""
+        """Connects to the scheduler."""
         self._process = process
         self._decoders = decoders
         self._session = process.new_session(address="")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._receiver = AsyncReceiver()
+        self._receiver = BlockingReceiver([])
         self._scheduler = self._connect(process.scheduler_endpoint())
         self._tokenizers: dict[bytes, DealerPort] = {}
         self._served_epoch: int | None = None
@@ -57,7 +56,7 @@ class DetokenizerService:
         process.registry.register(DetokenizerCollector(decoders, self._ports_of_roles))
         process.on_stop = self._receiver.interrupt
 
-    async def run(self) -> None:
+    def run(self) -> None:
         """Serves until the process was told to stop and nothing is open any more.
 
         Raises:
@@ -69,7 +68,7 @@ class DetokenizerService:
             self._session.set_state(State.READY, time.monotonic())
             while not self._is_done(time.monotonic()):
                 self._greet(time.monotonic())
-                batch = await self._receiver.receive_batch(self._session.next_due_s(time.monotonic()))
+                batch = self._receiver.receive_batch(self._session.next_due_s(time.monotonic()))
                 turn_began_s = time.monotonic()
                 for port, envelope in batch:
                     self._take(port, envelope.message)
@@ -239,8 +238,4 @@ def main(process: Process) -> None:
         raise StartError(str(error)) from error
     gc.collect()
     gc.freeze()  # the tables live as long as the process: no collection need look at them again
-    uvloop.run(_serve(process, Decoders(pieces)))
-
-
-async def _serve(process: Process, decoders: Decoders) -> None:
-    await DetokenizerService(process, decoders).run()
+    DetokenizerService(process, Decoders(pieces)).run()

@@ -247,10 +247,8 @@ class Core:
         for request in last:
             lockstep.leave(request, self._in_flight)
         decodes += last
-        appended: dict[int, list[int]] = {}
-        if full or decodes or prefills:
-            appended = self.reservations.grow(full, decodes + prefills, self.queues.running.values(), self._retract)
-            lockstep.schedule_again()
+        appended = self.reservations.grow(full, decodes + prefills, self.queues.running.values(), self._retract)
+        lockstep.schedule_again()
         draft = StepDraft(lockstep.clock.planned, lockstep.marches())
         for request in decodes:
             if request.state is RequestState.RUNNING:

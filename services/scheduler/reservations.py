@@ -61,6 +61,8 @@ class Reservations:
         Returns:
             Row -> its new pages.
         """
+        if not full and not others:
+            return {}
         pages_of_full = self._ledger.extend_each(full)
         appended = {request.row: [page] for request, page in zip(full, pages_of_full, strict=False)}
         page_size = self._limits.page_size

@@ -22,11 +22,10 @@ from dataclasses import dataclass, field
 import zmq
 
 from services.wire.codec import decode, encode
-from services.wire.endpoints import EndpointClaim, is_ipv6
+from services.wire.endpoints import EndpointClaim
 from services.wire.errors import EndpointInUseError, ProtocolError
-from services.wire.forms import MAX_FRAME_BYTES
+from services.wire.socket_options import configured_socket
 
-_HIGH_WATER_MARK = 512
 _MAX_OUTBOX_FRAMES = 8192
 _MAX_OUTBOX_BYTES = 64 * 1024 * 1024
 _RETRY_MS = 5  # how soon a non-empty outbox is tried again: a ROUTER cannot tell which peer became writable
@@ -231,7 +230,7 @@ class RouterPort(Port):
             EndpointInUseError: it cannot be bound, most often because somebody else has it; named in the message.
         """
         self._claim = EndpointClaim(endpoint)
-        socket = _configured(context, zmq.ROUTER, endpoint)
+        socket = configured_socket(context, zmq.ROUTER, endpoint)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             listener = self._claim.listen()
@@ -263,7 +262,7 @@ class DealerPort(Port):
     """A socket connected to one peer. Nothing is queued for a peer that is not connected yet beyond the outbox."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, routing_id: bytes) -> None:
-        socket = _configured(context, zmq.DEALER, endpoint)
+        socket = configured_socket(context, zmq.DEALER, endpoint)
         socket.setsockopt(zmq.ROUTING_ID, routing_id)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -281,39 +280,33 @@ class DealerPort(Port):
         return self._send(b"", item, can_wait=False)
 
 
-def _configured(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-    socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.IPV6, int(is_ipv6(endpoint)))
-    # A peer whose host vanished keeps its routing id busy until TCP notices: about 10 s.
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 4)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 2)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-    socket.setsockopt(zmq.TCP_MAXRT, 10_000)
-    return socket
-
-
 class BlockingReceiver:
-    """Waits on ports in a plain loop (scheduler and worker).
+    """Waits on ports in a plain loop (scheduler, worker and detokenizer).
 
     A port's descriptor tells only that something has changed since the port was looked at: look first, then wait.
     """
 
     def __init__(self, ports: Sequence[Port]) -> None:
-        self._ports = list(ports)
+        self._ports: list[Port] = []
         self._poll = select.poll()
-        for port in self._ports:
-            self._poll.register(port.file_descriptor, select.POLLIN)
+        for port in ports:
+            self.add(port)
         # A signal alone does not end the wait: it is taken up again for the time that was left.
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._poll.register(self._wake_read, select.POLLIN)
         weakref.finalize(self, _close_both, self._wake_read, self._wake_write)
+
+    def add(self, port: Port) -> None:
+        """Starts watching a port."""
+        self._ports.append(port)
+        self._poll.register(port.file_descriptor, select.POLLIN)
+
+    def remove(self, port: Port) -> None:
+        """Stops watching a port; the caller closes it afterwards."""
+        self._ports.remove(port)
+        self._poll.unregister(port.file_descriptor)
 
     def interrupt(self) -> None:
         """Makes a waiting `receive_batch`, or else the next one, return at once. Safe in a signal handler."""
@@ -345,7 +338,7 @@ def _close_both(read_end: int, write_end: int) -> None:
 
 
 class AsyncReceiver:
-    """Waits on ports from one asyncio task (tokenizer and detokenizer), without zmq.asyncio's per-message futures.
+    """Waits on ports from one asyncio task (the tokenizer's), without zmq.asyncio's per-message futures.
 
     ZeroMQ's file descriptor is edge-triggered: it must be drained after every wake-up, and an attempt to send can
     swallow the edge, so each one asks for another look.

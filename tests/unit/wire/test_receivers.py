@@ -97,6 +97,23 @@ def test_a_signal_ends_a_blocking_wait_through_its_handler(made: Sockets) -> Non
         signal.signal(signal.SIGUSR1, previous)
 
 
+def test_a_blocking_wait_follows_ports_that_come_and_go(made: Sockets) -> None:
+    first, to_first = connected_pair(made, "a")
+    second, to_second = connected_pair(made, "b")
+    receiver = BlockingReceiver([first])
+    receiver.add(second)
+    timer = threading.Timer(0.05, to_second.send, [Goodbye(2)])
+    timer.start()
+    assert messages(receiver.receive_batch(DEADLINE_S)) == [Goodbye(2)]
+    timer.join()
+    receiver.remove(second)
+    second.close()
+    to_first.send(Goodbye(1))
+    assert messages(receiver.receive_batch(DEADLINE_S)) == [Goodbye(1)]
+    receiver.remove(first)
+    assert receiver.receive_batch(0) == []
+
+
 def test_blocking_receivers_leave_no_descriptors_behind(made: Sockets) -> None:
     router, _ = connected_pair(made)
     BlockingReceiver([router])
