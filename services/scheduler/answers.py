@@ -14,7 +14,7 @@ from services.scheduler.admission import RequestRefusedError
 from services.scheduler.deadlines import Deadlines
 from services.scheduler.journeys import Journeys
 from services.scheduler.load_report import RETRY_STARTING_S, FinishRate
-from services.scheduler.outcomes import Produced, StepOutcome
+from services.scheduler.outcomes import Produced, StepOutcome, TokenRun
 from services.scheduler.prompt_record import PromptPart
 from services.scheduler.refusals import grammar_overdue, invalid_grammar, refusal_of_end, refused
 from services.scheduler.request import Request, RequestState
@@ -23,6 +23,7 @@ from services.scheduler.token_batch import TokenBatch
 from services.wire.answers import DecodeFailed, DecodeOpen, StopFound, TextChunks
 from services.wire.columns import pack_int32, unpack_int32, unpack_request_ids
 from services.wire.finish import Finish
+from services.wire.joined_rows import joined_rows
 from services.wire.requests import Abort, Acknowledge, Admitted, Resend, Submit
 from services.wire.steps import GrammarCompiled
 from services.wire.transport import RouterPort
@@ -48,6 +49,7 @@ class Answers:
         self._deadlines = Deadlines()
         self._compile_deadlines = Deadlines()
         self._batches: dict[bytes, TokenBatch] = {}
+        self._runs: dict[bytes, list[TokenRun]] = {}  # by detokenizer; those of a batch are in the batch
 
     @property
     def next_deadline_s(self) -> float:
@@ -149,6 +151,7 @@ class Answers:
     def detokenizer_lost(self, detokenizer: bytes, now_s: float) -> None:
         """The answers that it worked on end; their tokenizers are told directly, since nobody else can."""
         self._batches.pop(detokenizer, None)
+        self._runs.pop(detokenizer, None)
         for record in self.router.open_records():
             if record.detokenizer == detokenizer:
                 self.router.end(record, Finish.BACKEND_LOST)
@@ -191,7 +194,10 @@ class Answers:
     def take(self, outcome: StepOutcome, now_s: float) -> None:
         """What a step brought. Of a run nothing needs to be looked at: its requests go on, and had tokens before."""
         for run in outcome.runs:
-            self._batch(run.lane).add_run(run)
+            if run.lane in self._batches:
+                self._batches[run.lane].add_run(run)
+            else:
+                self._runs.setdefault(run.lane, []).append(run)
             self.last_token_s = now_s
         self.produced(outcome.rows, now_s)
 
@@ -244,6 +250,9 @@ class Answers:
 
     def flush(self) -> None:
         """Sends what was produced since the last time: one message to each detokenizer."""
+        runs, self._runs = self._runs, {}
+        for detokenizer, of_one in runs.items():
+            self._send(detokenizer, joined_rows([run.message() for run in of_one]))
         batches, self._batches = self._batches, {}
         for detokenizer, batch in batches.items():
             for message in batch.messages():
@@ -255,6 +264,8 @@ class Answers:
         batch = self._batches.get(detokenizer)
         if batch is None:
             batch = self._batches[detokenizer] = TokenBatch()
+            for run in self._runs.pop(detokenizer, ()):
+                batch.add_run(run)
         return batch
 
     def _admit(self, record: Record, now_s: float) -> None:

@@ -232,7 +232,7 @@ class Core:
         """Whether `plan_step` is worth calling: a plan may go out, and something happened since the last empty one."""
         plans_ahead = 0 if self.speculation.must_wait else self.limits.plans_ahead
         may_go_out = not self._is_stalled and len(self._in_flight) <= plans_ahead
-        return may_go_out and (self.queues.num_plannable > 0 or self._owes_release)
+        return may_go_out and (bool(self.queues.running) or self.queues.num_plannable > 0 or self._owes_release)
 
     def plan_step(self) -> StepPlan | None:
         """The next plan; None when nothing can run before another event.

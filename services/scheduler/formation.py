@@ -141,7 +141,7 @@ def marching_ids(marches: Sequence[March], result: StepResult) -> bytes | None:
 
     Else None: something in it is special, and it must be read row by row.
     """
-    rows, request_ids, attempts, first_indexes = _columns([march.formation for march in marches], result.step)
+    rows, request_ids, attempts, first_indexes = _columns(marches, result.step)
     num_bytes = len(rows)
     num_rows = num_bytes // _INT
     fits = (
@@ -159,11 +159,12 @@ def marching_ids(marches: Sequence[March], result: StepResult) -> bytes | None:
 _ONE = pack_int32([1])
 
 
-def _columns(formations: Sequence[Formation], step: int) -> tuple[bytes, bytes, bytes, bytes]:
+def _columns(marches: Sequence[March], step: int) -> tuple[bytes, bytes, bytes, bytes]:
     """Rows, request ids, attempts and output indexes of all of them in a step."""
-    if len(formations) == 1:  # one detokenizer
-        only = formations[0]
+    if len(marches) == 1:  # one detokenizer
+        only = marches[0].formation
         return only.rows, only.request_ids, only.attempts, only.indexes_of(step)
+    formations = [march.formation for march in marches]
     columns = [(each.rows, each.request_ids, each.attempts, each.indexes_of(step)) for each in formations]
     rows, request_ids, attempts, first_indexes = zip(*columns, strict=True) if columns else ((), (), (), ())
     return b"".join(rows), b"".join(request_ids), b"".join(attempts), b"".join(first_indexes)

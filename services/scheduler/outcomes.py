@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from services.scheduler.radix_cache import TOKEN_BYTES
 from services.scheduler.request import Request
-from services.wire.columns import unpack_int32, unpack_request_ids
+from services.wire.answers import TokensProduced
+from services.wire.columns import pack_int32, unpack_int32, unpack_request_ids
 from services.wire.finish import Finish
 
 
@@ -39,6 +40,19 @@ class TokenRun:
     def __len__(self) -> int:
         return len(self.token_ids) // TOKEN_BYTES
 
+    def message(self) -> TokensProduced:
+        """The run as it travels."""
+        num_rows = len(self.token_ids) // TOKEN_BYTES
+        return TokensProduced(
+            request_ids=self.request_ids,
+            attempts=self.attempts,
+            first_indexes=self.first_indexes,
+            counts=_ONE * num_rows,
+            token_ids=self.token_ids,
+            finishes=bytes(num_rows),
+            cached_tokens=self.cached_tokens,
+        )
+
 
 @dataclass(slots=True)
 class StepOutcome:
@@ -60,3 +74,6 @@ class StepOutcome:
             ):
                 yield Produced(requests[name], index, [token_id], Finish.NONE)
         yield from self.rows
+
+
+_ONE = pack_int32([1])

@@ -134,10 +134,13 @@ class SchedulerService:
             self._remove_silent(now_s)
             self._answers.tell_prompts()
             self._planned = self._ready(Role.GPU_WORKER, can_drain=True)
-        self._remove_unreachable(self._workers.plan(self._planned, now_s), now_s)
+        unreachable = self._workers.plan(self._planned, now_s)
+        if unreachable:
+            self._remove_unreachable(unreachable, now_s)
         self._is_plain &= not self._answers.journeys.planned(now_s)
         self._answers.flush()
-        self._remove_unreachable(self._unreachable_peers(), now_s)
+        if self._answers.unreachable:
+            self._remove_unreachable(self._unreachable_peers(), now_s)
         if not self._is_plain:
             self._tell_changes(now_s)
 
@@ -293,6 +296,7 @@ class SchedulerService:
         """A member is gone: ends what cannot go on without it."""
         if peer.routing_id not in self._group.membership.peers:
             return
+        self._is_plain = False
         self._group.remove(peer, is_lost)
         if peer.role is Role.TOKENIZER:
             self._answers.tokenizer_lost(peer.routing_id, now_s)

@@ -164,12 +164,12 @@ class StepDraft:
             released_rows: rows whose request left since the last plan.
             appended: row -> pages that its table grew by since the last plan.
         """
-        formations = [march.formation for march in self.marches]
-        if len(formations) == 1:  # one detokenizer
-            rows, starts = formations[0].rows, formations[0].starts_of(self.step)
+        if len(self.marches) == 1:  # one detokenizer
+            formation = self.marches[0].formation
+            rows, starts = formation.rows, formation.starts_of(self.step)
         else:
-            rows = b"".join([formation.rows for formation in formations])
-            starts = b"".join([formation.starts_of(self.step) for formation in formations])
+            rows = b"".join([march.formation.rows for march in self.marches])
+            starts = b"".join([march.formation.starts_of(self.step) for march in self.marches])
         num_marching = len(rows) // TOKEN_BYTES
         new_tokens, samples = _ONE * num_marching, b"\1" * num_marching
         if self.requests:

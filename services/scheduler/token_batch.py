@@ -46,19 +46,8 @@ class TokenBatch:
     def add_run(self, run: TokenRun) -> None:
         """Adds a row for each request of a run."""
         self._end_rows()
-        num_rows = len(run)
-        self._parts.append(
-            TokensProduced(
-                request_ids=run.request_ids,
-                attempts=run.attempts,
-                first_indexes=run.first_indexes,
-                counts=_ONE * num_rows,
-                token_ids=run.token_ids,
-                finishes=bytes(num_rows),
-                cached_tokens=run.cached_tokens,
-            )
-        )
-        self._count(num_rows)
+        self._parts.append(run.message())
+        self._count(len(run))
 
     def messages(self) -> list[TokensProduced]:
         """What was added, in order: one message, unless many long answers are sent again."""
@@ -105,6 +94,3 @@ class TokenBatch:
         parts, self._parts, self._num_ids = self._parts, [], 0
         if parts:
             self._full.append(joined_rows(parts))
-
-
-_ONE = pack_int32([1])

@@ -198,7 +198,8 @@ class Workers:
             core = self.router.cores.get(peer.routing_id)
             if core is None:
                 continue
-            is_reached = all(self._port.send(peer.routing_id, ask) for ask in core.grammar_asks())
+            asks = core.grammar_asks()
+            is_reached = not asks or all(self._port.send(peer.routing_id, ask) for ask in asks)
             if not is_reached or not self._plan_for(peer, core, now_s):
                 unreachable.append(peer)
         return unreachable

@@ -183,7 +183,8 @@ class Port:
             self.stats.outbox_frames += 1
             return True
         finally:
-            self._look_again()
+            if self.look_again is not None:
+                self.look_again()
 
     def _flush(self) -> None:
         for peer, outbox in list(self._outboxes.items()):
@@ -325,8 +326,9 @@ class BlockingReceiver:
             left_ms = int(1000 * (deadline - time.monotonic()) + 0.999)
             if batch or left_ms <= 0 or is_interrupted:
                 return batch
-            if any(port.has_outbox for port in self._ports):
-                left_ms = min(left_ms, _RETRY_MS)
+            for port in self._ports:
+                if port.has_outbox:
+                    left_ms = min(left_ms, _RETRY_MS)
             if (self._wake_read, select.POLLIN) in self._poll.poll(left_ms):
                 os.read(self._wake_read, 4096)
                 is_interrupted = True
