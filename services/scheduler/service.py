@@ -46,6 +46,8 @@ _LOOK_INTERVAL_S = 0.25  # how often silence is looked for, whose limits are sec
 _EARLY_S = 0.05  # what is due so soon is done in a turn that comes anyway: waking up for it alone would cost more
 _SETTLED_S = 1.0  # idle for so long: time to count all pages
 
+_OF_PLAIN_TURNS = (StepResult, Heartbeat, Acknowledge)  # unless there is more to them than usual
+
 _Call: TypeAlias = tuple[tuple[Role, ...], Callable[[Peer, Any, float], object]]
 _NOBODYS: _Call = ((), lambda peer, message, now_s: None)
 
@@ -124,7 +126,7 @@ class SchedulerService:
     # ------------------------------------------------------------ one turn
 
     def _turn(self, batch: list[Envelope], now_s: float) -> None:
-        """Most turns of a busy scheduler are plain: a result brought one token for each, and the next plan goes out."""
+        """Most turns of a busy scheduler are plain: one token for each came, and the next plan goes out."""
         self._is_plain = bool(batch) and now_s < min(self._timer_s - _EARLY_S, self._looked_s + _LOOK_INTERVAL_S)
         for envelope in batch:
             self._take(envelope, now_s)
@@ -162,7 +164,7 @@ class SchedulerService:
 
     def _take(self, envelope: Envelope, now_s: float) -> None:
         message = envelope.message
-        self._is_plain &= isinstance(message, StepResult)  # and it will see what that brought
+        self._is_plain &= isinstance(message, _OF_PLAIN_TURNS)
         if isinstance(message, Hello):
             self._greet(envelope.peer, message, now_s)
             return
@@ -243,6 +245,7 @@ class SchedulerService:
     def _hear(self, peer: Peer, heartbeat: Heartbeat) -> None:
         """Takes a heartbeat. What a worker that begins to drain has not begun goes to others."""
         was_draining = peer.state is State.DRAINING
+        self._is_plain &= peer.state is heartbeat.state
         self._group.membership.hear(peer, heartbeat)
         if peer.role is Role.GPU_WORKER and peer.state is State.DRAINING and not was_draining:
             self._router.move_waiting(peer.routing_id, self._takers())
