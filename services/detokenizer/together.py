@@ -29,7 +29,7 @@ def may_go_together(batch: TokensProduced) -> bool:
         num_rows <= MAX_ROWS_TOGETHER
         and not batch.logprob_counts
         and len(batch.request_ids) == REQUEST_ID_BYTES * num_rows
-        and all(len(column) == 4 * num_rows for column in columns)
+        and [4 * num_rows] * len(columns) == [*map(len, columns)]
         and (_has_one_each(batch) or 4 * sum(unpack_int32(batch.counts)) == len(batch.token_ids))
     )
 

@@ -65,7 +65,9 @@ def _ones(num_items: int) -> int:
 
 def unpack_int32(column: bytes) -> list[int]:
     """The integers of an int32 column; ProtocolError when the length is not a multiple of 4."""
-    return _filled(array("i"), column).tolist()
+    if _IS_BIG_ENDIAN or len(column) % 4:
+        return _filled(array("i"), column).tolist()
+    return array("i", column).tolist()
 
 
 def pack_float32(values: Iterable[float]) -> bytes:
