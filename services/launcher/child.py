@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from services.runtime.service import BAD_START_MARK, die_with_parent
 
 _MAX_LINE_BYTES = 8192
+_DUMP_HEAD = "Fatal Python error"  # of faulthandler
+_ABORT_REASONS = ("what():", "terminate called")
 _READ_BYTES = 65536
 _MAX_LAST_READS = 64
 _KILL_TIMEOUT_S = 5.0
@@ -52,6 +54,7 @@ class Child:
         """
         self.spec = spec
         self.last_line = ""
+        self._is_dumping = False
         self.output_has_ended = False
         self._pending = b""
         # The tie to the launcher is made before the program runs: a launcher killed while a child still imports its
@@ -105,8 +108,16 @@ class Child:
         if lines and not lines[-1].endswith((b"\n", b"\r")) and len(lines[-1]) <= _MAX_LINE_BYTES:
             self._pending = lines.pop()
         for line in lines:
-            self.last_line = line.decode(errors="backslashreplace").strip() or self.last_line
+            self._note(line.decode(errors="backslashreplace").strip())
         return lines
+
+    def _note(self, line: str) -> None:
+        """Keeps a line as the last one. A dump of stacks says less than its head, and than what C++ said before it."""
+        if self._is_dumping or not line:
+            return
+        self._is_dumping = line.startswith(_DUMP_HEAD)
+        if not (self._is_dumping and self.last_line.startswith(_ABORT_REASONS)):
+            self.last_line = line
 
     def finish(self) -> list[bytes]:
         """What is left of its output, which is closed; for a child that has ended."""
@@ -136,4 +147,4 @@ class Child:
 
 def _signal_name(number: int) -> str:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    return name + " (the kernel does this when memory runs out)" * (number == signal.SIGKILL)
+    return name + " (by somebody, or by the kernel because memory ran out)" * (number == signal.SIGKILL)

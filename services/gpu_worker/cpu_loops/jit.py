@@ -54,7 +54,7 @@ def loop(function: Callable[[Any], None]) -> int:
     made = cfunc(types.void(types.voidptr), fastmath=_REORDERED, error_model="numpy", cache=keeps_compiled())(function)
     _KEPT.append(made)
     address: int = made.address
-    if (seconds := perf_counter() - began) > _NOTICEABLE_S:
+    if (seconds := perf_counter() - began) > _NOTICEABLE_S and not made.cache_hits:
         kept = "; the next start finds it" if keeps_compiled() else ""
         logger.info("compiled the loop %s in %.1f s%s", function.__name__, seconds, kept)
     return address

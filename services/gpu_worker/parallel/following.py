@@ -101,7 +101,7 @@ class Follower:
                 else:
                     runner.hidden(inputs)
             case Operation.LOGITS:
-                size, dtype = runner.config.hidden_size, self._parts.shape.dtype
+                size, dtype = runner.config.hidden_size, self._parts.model.weights.embedding.dtype
                 normed = torch.empty(numbers[0], size, dtype=dtype, device=group.device)
                 group.share(normed)
                 runner.logits(normed)

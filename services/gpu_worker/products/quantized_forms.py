@@ -66,6 +66,8 @@ class QuantizedForms:
         """What was done, in a few words."""
         rounded = [f"{count} matrices rounded to int{bits}" for bits, count in self._num_rounded.items() if count]
         left = [f"{self._num_left} left as they were: no operator takes their shape"] if self._num_left else []
+        if not rounded and not left:
+            left = ["nothing to round: the file holds all matrices in as few bits"]
         cost = [f"weights {100 * self.error:.2f} % off on average"] if rounded else []
         return ", ".join(part for part in (*rounded, *left, *cost, self._forms.description) if part)
 

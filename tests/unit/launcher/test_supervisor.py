@@ -120,6 +120,20 @@ def test_a_child_that_dies_at_start_ends_the_group_and_is_named(start: Start) ->
     assert "tokenway: child-1 ended with status 3; the last it printed: no such tensor" in group.lines
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("terminate called after E\\n  what():  sizes differ", "what():  sizes differ"),
+        ("a plain line", "Fatal Python error: Aborted"),
+    ],
+)
+def test_of_a_dump_of_stacks_the_reason_is_quoted(start: Start, said: str, reason: str) -> None:
+    crash = f"import faulthandler, os; faulthandler.enable(); print('{said}', flush=True); os.abort()"
+    group = start(_WAIT_FOR_EVER, crash)
+    assert group.finish(10) == 1
+    assert f"tokenway: child-1 was killed by SIGABRT; the last it printed: {reason}" in group.lines
+
+
 def test_a_child_that_says_why_it_cannot_start_is_quoted_once_with_status_2(start: Start) -> None:
     refusal = "import sys; print('tokenway tokenizer: /models/x: no config.json', file=sys.stderr); sys.exit(2)"
     group = start(refusal, refusal, refusal)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from services.gpu_worker.attention import attention_for
+from services.gpu_worker.attention.paged_cpu import PagedCpuAttention, reads_halves
 from services.gpu_worker.kv_cache import KvCacheShape
 from services.gpu_worker.models.operators import PlainOperators
 from services.gpu_worker.parallel.commands import Command, Operation
@@ -71,13 +71,16 @@ def _parts(folder: Path, group: RankGroup) -> ModelParts:
     else:
         model = load_laid_out(files, CpuForms(is_exact(folder.name)), split=split)
     config = model.config
-    shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, torch.float32)
+    # As a worker has it: what keys and values are kept in is not what the ranks exchange.
+    is_half = not is_exact(folder.name) and reads_halves(config.head_dim)
+    kv_dtype = torch.float16 if is_half else torch.float32
+    shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, PAGE_SIZE, kv_dtype)
     return ModelParts(
         model=model,
         loaded=Loaded(model.report, None),
         digest="",
         device=CPU,
-        attention=attention_for(CPU, torch.float32),
+        attention=PagedCpuAttention(kv_dtype, computes_in=torch.float32),
         operators=PlainOperators(),
         shape=shape,
         max_model_len=config.max_position_embeddings,
