@@ -86,6 +86,13 @@ def _loops() -> LoopAttention | None:
     return LoopAttention()
 
 
+def _converted(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """In another dtype. From one half precision to the other torch goes number by number: float32 between is faster."""
+    if numbers.dtype == torch.float16 and dtype == torch.bfloat16:
+        numbers = numbers.to(torch.float32)
+    return numbers.to(dtype)
+
+
 class PagedCpuStep:
     """A `StepAttention`. What layers with the same window share is laid out at the first of them."""
 
@@ -128,7 +135,7 @@ class PagedCpuStep:
             attended[layout.decode.tokens] = layout.decode.attend(queries, keys, values)
         for context in layout.contexts:
             tokens, dtype = context.span.tokens, context.dtype
-            read_keys, read_values = (context.read(pool).to(dtype) for pool in (keys, values))
+            read_keys, read_values = (_converted(context.read(pool), dtype) for pool in (keys, values))
             attended[tokens] = attend_span(queries[tokens].to(dtype), read_keys, read_values, context.mask)
         return attended
 

@@ -28,6 +28,9 @@ from services.gpu_worker.weight_grid import WeightGrid
 _FORM_ROWS = (1, 16, 128)  # a decode, a batch of decodes, a chunk of a prompt
 _CROSSOVER_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256)
 _RUNS = 5
+_UNRECORDED = 1.2
+"""What a step without codes takes longer than its products: it wakes the threads for each of the other operators of a
+layer too. On two cores a whole step at 16, 20, 24 and 32 rows took 1.4, 1.3, 1.2 and 1.0 times as long as recorded."""
 _MEASURED = 8  # matrices of a shape
 
 Shape = tuple[int, ...]
@@ -105,7 +108,8 @@ class CpuForms:
         of_layers = [kind for kind, pairs in self._pairs.items() if len(pairs) > 1]
         groups = [of_layers, *([kind] for kind in self._pairs if kind not in of_layers)]
         for kinds in filter(None, groups):
-            most = crossover([Compared.of(self._pairs[kind], kind[0][1]) for kind in kinds], self._pump)
+            worth = _UNRECORDED if kinds is of_layers else 1.0
+            most = crossover([Compared.of(self._pairs[kind], kind[0][1]) for kind in kinds], self._pump, worth)
             for kind in kinds:
                 self._settle_kind(kind, most)
         self._pairs.clear()
@@ -162,27 +166,28 @@ class Compared:
         return Compared(few, many, width, len(pairs))
 
 
-def crossover(shapes: Sequence[Compared], pump: Callable[[], None]) -> int:
+def crossover(shapes: Sequence[Compared], pump: Callable[[], None], worth: float) -> int:
     """The most rows (of those tried, in order) at which codes are not slower, 0 where they never are faster.
 
     Args:
         shapes: of matrices that are multiplied by in one step.
         pump: called for each number of rows.
+        worth: how many times as long codes may take, for what else they save.
     """
     most = 0
     for rows in _CROSSOVER_ROWS:
         pump()
         # Looked at again before it is believed: something else may have run meanwhile.
-        if _are_codes_slower(shapes, rows) and _are_codes_slower(shapes, rows):
+        if _are_codes_slower(shapes, rows, worth) and _are_codes_slower(shapes, rows, worth):
             break
         most = rows
     return most
 
 
-def _are_codes_slower(shapes: Sequence[Compared], rows: int) -> bool:
+def _are_codes_slower(shapes: Sequence[Compared], rows: int, worth: float) -> bool:
     few = sum(shape.count * _seconds_of_codes(shape.few, rows, shape.width) for shape in shapes)
     many = sum(shape.count * _seconds(shape.many, rows, shape.width) for shape in shapes)
-    return few > many
+    return few > worth * many
 
 
 def _seconds(projections: Sequence[Projection], rows: int, width: int) -> float:

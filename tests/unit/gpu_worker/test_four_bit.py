@@ -156,14 +156,15 @@ def test_the_crossover_is_where_the_form_for_few_rows_becomes_slower(monkeypatch
     fast_for_few, other = Counted([]), Counted([])
     pumped: list[int] = []
     monkeypatch.setattr("services.gpu_worker.products.forms._seconds", seconds)
-    assert crossover([Compared([fast_for_few], [other], 2, 3)], lambda: pumped.append(1)) == 4
-    assert crossover([Compared([other], [fast_for_few], 2, 1)], lambda: pumped.append(1)) == 0
+    assert crossover([Compared([fast_for_few], [other], 2, 3)], lambda: pumped.append(1), 1.0) == 4
+    assert crossover([Compared([other], [fast_for_few], 2, 1)], lambda: pumped.append(1), 1.0) == 0
     assert len(pumped) == 4 + 1  # 1, 2, 4 and 8 rows; 1 row
+    assert crossover([Compared([fast_for_few], [other], 2, 1)], lambda: None, 1.7) == 8  # 8 rows take 1.6 times as long
 
 
 @pytest.mark.parametrize("copy_bytes", [0, 2**40])
 def test_the_real_model_on_codes(smollm2_path: Path, copy_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gpu_worker.products.forms.crossover", lambda shapes, pump: 4)
+    monkeypatch.setattr("services.gpu_worker.products.forms.crossover", lambda *_: 4)
     forms = CpuForms(is_exact=False, copy_bytes=copy_bytes)
     model = load_laid_out(open_model(smollm2_path), forms)
     plain = load_model(open_model(smollm2_path), CPU, torch.float32)

@@ -77,7 +77,7 @@ def test_any_dtype_is_rounded_once(name: str, written: Callable[[str], tuple[Pat
 def test_matrices_on_a_grid_stay_in_4_bits(
     name: str, written: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gpu_worker.products.forms.crossover", lambda shapes, pump: 4)
+    monkeypatch.setattr("services.gpu_worker.products.forms.crossover", lambda *_: 4)
     packed, plain = written(name)
     forms = CpuForms(is_exact=False, copy_bytes=0)
     model = load_laid_out(open_model(packed), forms)

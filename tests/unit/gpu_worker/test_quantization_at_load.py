@@ -144,7 +144,7 @@ def rounded(weights: DecoderWeights[DenseProjection], quantization: str) -> Deco
 def test_a_model_rounded_at_load(
     quantization: str, largest_error: float, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gpu_worker.products.forms.crossover", lambda shapes, pump: 4)
+    monkeypatch.setattr("services.gpu_worker.products.forms.crossover", lambda *_: 4)
     chosen = Settings(model=str(folder), quantization=quantization, cpu_copies_gb=0.0, kv_cache_tokens=64)
     pumped: list[int] = []
     plain = load_model(open_model(folder), CPU)
@@ -171,7 +171,7 @@ def test_a_model_rounded_at_load(
 @needs_four_bits
 @pytest.mark.parametrize("num_bits", [4, 8])
 def test_what_lies_on_a_4_bit_grid_is_kept(num_bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gpu_worker.products.forms.crossover", lambda shapes, pump: 4)
+    monkeypatch.setattr("services.gpu_worker.products.forms.crossover", lambda *_: 4)
     packed, _ = write_forms(tmp_path, FORMS["awq"])
     chosen = Settings(quantization=f"int{num_bits}", cpu_copies_gb=0.0)
     forms = rounded_forms(forms_of(chosen), chosen, check_model(open_model(packed)))
