@@ -96,6 +96,7 @@ class RecordedLayers:
         cos, sin = self._decoder.rotation(inputs)
         given.cos.copy_(cos)
         given.sin.copy_(sin)
+        self._buffers.hidden[num_rows : step.num_rows].zero_()  # padding would add to its sums for ever
         step.recording.replay()
         hidden, added = (result if result is None else result[:num_rows] for result in step.results)
         assert hidden is not None
