@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,11 @@ pytestmark = pytest.mark.skipif(not has_grid_loop(), reason="this processor has 
 MOST_ROWS = FEW_TOKENS
 
 
-@pytest.fixture(params=[1, 2])
-def num_threads(request: pytest.FixtureRequest) -> object:
+@pytest.fixture
+def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    yield request.param
+    yield
     torch.set_num_threads(before)
 
 
@@ -93,10 +94,13 @@ def recorded_pair(model: RunnableModel, monkeypatch: pytest.MonkeyPatch, kv_dtyp
     return pair
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if "moe" not in name])
-def test_replayed_layers_are_the_launched_ones(
-    name: str, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize(
+    ("name", "num_threads"),
+    [("llama", 2), ("qwen3-biases", 2), *((name, 1) for name in CONFIGS if "moe" not in name)],
+    indirect=["num_threads"],
+)
+def test_replayed_layers_are_the_launched_ones(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = recorded_pair(in_codes(name, tmp_path), monkeypatch)
     check_padding(pair, MOST_ROWS)
     pair.eager.kv_cache.keys.copy_(pair.graphed.kv_cache.keys)
