@@ -96,14 +96,17 @@ def waiting_frames(message: object) -> float | None:
 
 
 def test_turns_and_links_are_told_in_heartbeats(group: Group) -> None:
+    """Frames may wait for a connection that is not there yet, so what is told is that none wait in the end."""
+
     def told(arrived: object) -> dict[str, float] | None:
         for message in group.scheduler.received(Heartbeat):
             samples = {",".join(key.split("\x1f")[2:]): value for key, value in unpack_samples(message.metrics).items()}
-            if samples.get("tokenway:detokenizer_batch_rows_sum", 0) >= 3:
+            waiting = [
+                samples.get(f"tokenway:detokenizer_outbox_frames,link={link}") for link in ("scheduler", "tokenizer")
+            ]
+            if samples.get("tokenway:detokenizer_batch_rows_sum", 0) >= 3 and waiting == [0, 0]:
                 return samples
         return None
 
     samples = group.scheduler.wait_until(told)
     assert samples["tokenway:detokenizer_decode_seconds_count"] == samples["tokenway:detokenizer_batch_rows_count"] > 0
-    assert samples["tokenway:detokenizer_outbox_frames,link=scheduler"] == 0
-    assert samples["tokenway:detokenizer_outbox_frames,link=tokenizer"] == 0
