@@ -49,7 +49,7 @@ from services.gpu_worker.products.kernels import has_fast_bfloat16
 from services.gpu_worker.roofline import Loaded, Roofline, measure_machine
 from services.gpu_worker.step_cost import ModelCost
 from services.gpu_worker.step_launcher import StepLauncher
-from services.gpu_worker.warm_up import WarmUp, warm_up
+from services.gpu_worker.warm_up import WarmUp, chunk_limit_s, warm_up
 from services.gpu_worker.weights import RunnableModel, default_dtype, load_laid_out, load_model
 from services.gpu_worker.worker_state import WorkerState
 from services.model_files.digest import model_digest
@@ -157,6 +157,7 @@ def start_up(settings: Settings, pump: Callable[[], None], group: RankGroup | No
         chunk_ms=1000 * measured.chunk_s,
         model_digest=parts.digest,
         chunk_context=measured.chunk_context,
+        chunk_limit_ms=1000 * chunk_limit_s(device),
     )
     if graphs := graph_device(settings, runner):
         record_graphs(runner, GraphLimits(settings.max_running_requests, max_model_len), graphs, pump)

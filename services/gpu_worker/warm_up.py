@@ -47,6 +47,11 @@ class WarmUp:
         return self.chunk_tokens / self.chunk_s
 
 
+def chunk_limit_s(device: torch.device) -> float:
+    """Seconds that a prefill chunk may take on a device."""
+    return CPU_CHUNK_S if device.type == "cpu" else GPU_CHUNK_S
+
+
 def warm_up(runner: ModelRunner, pump: Callable[[], None], max_model_len: int, fixed_chunk: int = 0) -> WarmUp:
     """Runs prefills of growing size on the dummy page until one takes as long as a chunk may; then behind a context.
 
@@ -57,7 +62,7 @@ def warm_up(runner: ModelRunner, pump: Callable[[], None], max_model_len: int, f
         fixed_chunk: measure this chunk instead of looking for one, if > 0, and nothing behind a context.
     """
     is_cpu = runner.kv_cache.keys.is_cpu
-    limit_s = CPU_CHUNK_S if is_cpu else GPU_CHUNK_S
+    limit_s = chunk_limit_s(runner.kv_cache.keys.device)
     deadline = perf_counter() + _MAX_TOTAL_S
 
     def best(num_tokens: int, context: int = 0) -> float:

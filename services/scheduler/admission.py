@@ -37,6 +37,8 @@ class CoreLimits:
         speculation: how much may be proposed; None: nothing.
         chunk_context: tokens of context behind which a prompt token takes twice as long as those of a chunk at the
             beginning of a prompt; 0: chunks are as long behind any.
+        chunk_us: microseconds that the worker's chunk took when it was measured.
+        chunk_limit_us: microseconds that one may take; 0: chunks are not corrected by what steps take.
 
     Raises:
         ValueError: sizes that cannot work together; names them.
@@ -55,6 +57,8 @@ class CoreLimits:
     caches_prefixes: bool = True
     speculation: SpeculationLimits | None = None
     chunk_context: int = 0
+    chunk_us: float = 0.0
+    chunk_limit_us: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuses what cannot work."""
@@ -112,8 +116,11 @@ class CoreLimits:
         """What is left of a budget after so many tokens behind so much context: nothing when they were the most."""
         if num_tokens >= self.most_behind(context, budget):
             return 0
-        extra = num_tokens * context // self.chunk_context if self.chunk_context else 0
-        return max(0, budget - num_tokens - extra)
+        return max(0, budget - self.prompt_cost(num_tokens, context))
+
+    def prompt_cost(self, num_tokens: int, context: int) -> int:
+        """Tokens at the beginning of a prompt that take as long as so many behind so much context."""
+        return num_tokens + (num_tokens * context // self.chunk_context if self.chunk_context else 0)
 
 
 class RequestRefusedError(Exception):

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from services.scheduler.admission import CoreLimits, check_fits
+from services.scheduler.chunk_pace import ChunkPace
 from services.scheduler.core_counters import CoreCounters
 from services.scheduler.kv_ledger import KvLedger
 from services.scheduler.lockstep import Lockstep
@@ -61,6 +62,7 @@ class Core:
         self._lockstep = Lockstep(limits.page_size, limits.max_rows, in_lockstep)
         self._is_stalled = False  # the last plan came out empty, and nothing has happened since
         self.speculation = Speculation(limits, self.ledger, self._lockstep, self.counters)
+        self.pace = ChunkPace(limits.chunk_tokens, limits.chunk_us, limits.chunk_limit_us)
 
     # ------------------------------------------------------------ what the shell reads
 
@@ -156,9 +158,7 @@ class Core:
 
     def end(self, request: Request, finish: Finish) -> Produced | None:
         """Ends a request in any state (client gone, deadline, ...); None when it had ended before."""
-        if not request.is_alive:
-            return None
-        return self._finish(request, request.num_output, [], finish)
+        return self._finish(request, request.num_output, [], finish) if request.is_alive else None
 
     def stop_found(self, request: Request, end_index: int) -> bool:
         """A stop string was completed by the token before `end_index`: that is the end; later tokens are forgotten.
@@ -194,6 +194,7 @@ class Core:
             if request.state is RequestState.RUNNING:
                 request.usage.enter_row(self.counters)
         self.counters.count_step(result.forward_us, result.step_us, flight.num_tokens)
+        self.pace.on_step(result.step_us, flight.num_tokens - flight.num_prompt_tokens, flight.prompt_cost)
         self.reservations.estimate.on_step()
         runs = reading.march_on(self._lockstep, self._in_flight)
         self._in_flight.popleft()
@@ -254,7 +255,7 @@ class Core:
                 draft.add(request, 1)
         self.speculation.propose(draft, appended, self._in_flight)
         if prefills or self.queues.num_admissible:
-            budget = self.limits.prefill_budget(draft.num_tokens)
+            budget = self.pace.budget(self.limits.prefill_budget(draft.num_tokens))
             for request in prefills:
                 if request.state is RequestState.RUNNING and budget:
                     budget = draft.add_chunk(request, budget, self.limits)
@@ -311,9 +312,7 @@ class Core:
     def _count_admission(self, request: Request) -> None:
         self._started.append(request)
         request.account.served_tokens += request.num_tokens - request.num_planned
-        self.counters.admitted += 1
-        self.counters.prompt_tokens += request.num_prompt
-        self.counters.cached_tokens += request.cached_tokens
+        self.counters.count_admission(request.num_prompt, request.cached_tokens)
 
     def _queue_up(self, request: Request) -> None:
         first = self.queues.open.get(request.submit.group_id)

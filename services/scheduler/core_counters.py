@@ -30,6 +30,12 @@ class CoreCounters:
         self.step_us += step_us
         self.computed_tokens += num_tokens
 
+    def count_admission(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """A request was admitted, of whose prompt so many tokens are in the prefix cache."""
+        self.admitted += 1
+        self.prompt_tokens += num_prompt_tokens
+        self.cached_tokens += num_cached_tokens
+
     def add(self, other: CoreCounters) -> None:
         """Adds what another core counted."""
         for field in fields(self):

@@ -51,6 +51,7 @@ class SchedulerCollector(Collector):
 
     def _routes(self) -> Iterable[Metric]:
         backlogs = self._workers.router.backlogs
+        chunks: dict[tuple[str, ...], float] = {}
         here = [peer for peer in self._membership.of(Role.GPU_WORKER) if peer.routing_id in backlogs]
         routed: dict[tuple[str, ...], float] = {}
         loads: dict[tuple[str, ...], float] = {}
@@ -58,7 +59,10 @@ class SchedulerCollector(Collector):
             backlog = backlogs[peer.routing_id]
             routed[peer.hello.instance,] = backlog.num_routed
             loads[peer.hello.instance,] = backlog.load_ms / 1000
+            core = self._workers.router.cores[peer.routing_id]
+            chunks[peer.hello.instance,] = core.pace.budget(core.limits.prefill_budget(0))
         yield labelled_counter("scheduler_routed_requests", ["worker"], routed)
+        yield labelled_gauge("scheduler_chunk_tokens", ["worker"], chunks)
         yield labelled_gauge("scheduler_worker_load_seconds", ["worker"], loads)
         yield counter("scheduler_moved_requests", self._workers.router.num_moved)
 

@@ -32,7 +32,8 @@ class StepInFlight:
     """A plan whose result has not come: first the rows in lockstep, then those of the lists, row i in each of them.
 
     `ends` is how many tokens of the request are computed once it came, `samples` whether it brings a token.
-    `new_requests` got their row with it.
+    `new_requests` got their row with it. Of all tokens `num_prompt_tokens` are chunks', which take as long as
+    `prompt_cost` tokens at the beginning of a prompt.
     """
 
     step: int
@@ -43,6 +44,8 @@ class StepInFlight:
     ends: list[int]
     samples: bytes
     new_requests: list[Request]
+    num_prompt_tokens: int = 0
+    prompt_cost: int = 0
 
     def apart(self) -> Iterator[FlightRow]:
         """The rows that were planned one by one."""
@@ -80,6 +83,8 @@ class StepDraft:
     new_requests: list[Request] = field(default_factory=list)
     num_new_row_ids: int = 0
     num_logprob_tokens: int = 0
+    num_prompt_tokens: int = 0
+    prompt_cost: int = 0
 
     def __post_init__(self) -> None:
         """Counts those in lockstep."""
@@ -119,6 +124,8 @@ class StepDraft:
         """Adds as many of its next tokens as the budget allows; what is left of it."""
         context = request.num_planned
         num_new_tokens = self._add_most(request, limits.most_behind(context, budget))
+        self.num_prompt_tokens += num_new_tokens
+        self.prompt_cost += limits.prompt_cost(num_new_tokens, context)
         return limits.budget_after(budget, context, num_new_tokens)
 
     def _add_most(self, request: Request, most: int) -> int:
@@ -153,7 +160,8 @@ class StepDraft:
         """What to remember of it."""
         samples = bytes(self.samples)
         return StepInFlight(
-            self.step, self.num_tokens, self.marches, self.requests, self.rows, self.ends, samples, self.new_requests
+            self.step, self.num_tokens, self.marches, self.requests, self.rows, self.ends, samples, self.new_requests,
+            self.num_prompt_tokens, self.prompt_cost,
         )  # fmt: skip
 
     def plan(self, epoch: int, released_rows: list[int], appended: dict[int, list[int]]) -> StepPlan:

@@ -53,6 +53,8 @@ def limits_of(card: WorkerCard, settings: Settings) -> CoreLimits:
         token_budget=settings.max_num_batched_tokens or prefill_tokens + max_rows,
         chunk_tokens=chunk_tokens,
         chunk_context=0 if settings.chunked_prefill_size else card.chunk_context,
+        chunk_us=1000 * card.chunk_ms,
+        chunk_limit_us=0 if settings.chunked_prefill_size else 1000 * card.chunk_limit_ms,
         max_waiting=settings.max_queued_requests,
         plans_ahead=settings.plans_ahead,
         caches_prefixes=settings.enable_prefix_caching,

@@ -34,8 +34,8 @@ class WorkerCard:
 
     `vocab_size` counts ids the model may be given, `logits_width` what it can produce; `chunk_tokens` is the prefill
     chunk that it measured to run within its time limit, `chunk_context` the tokens of context behind which each token
-    takes twice as long as in it, 0 when chunks are not to be cut by that. `model_digest` tells one model's files from
-    another's.
+    takes twice as long as in it, 0 when chunks are not to be cut by that; `chunk_limit_ms` is that time limit, 0 where
+    there is none. `model_digest` tells one model's files from another's.
     """
 
     vocab_size: UInt31
@@ -51,6 +51,7 @@ class WorkerCard:
     held_indexes: Int32s = b""
     model_digest: Name = ""
     chunk_context: UInt31 = 0
+    chunk_limit_ms: float = 0.0
 
     def check(self) -> None:
         """ProtocolError unless the columns agree."""

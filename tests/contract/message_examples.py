@@ -62,7 +62,7 @@ TEXT = TextParams(stop=("\n\n", "停", "👋"), include_stop_str_in_output=True,
 CARD = WorkerCard(
     vocab_size=49152, logits_width=49280, page_size=16, num_pages=1024, max_model_len=8192, max_rows=256,
     chunk_tokens=512, chunk_ms=287.5, held_request_ids=IDS, held_attempts=pack_int32([0, 2]),
-    held_indexes=pack_int32([17, 300]), model_digest="0f1e2d", chunk_context=860,
+    held_indexes=pack_int32([17, 300]), model_digest="0f1e2d", chunk_context=860, chunk_limit_ms=300.0,
 )  # fmt: skip
 
 EXAMPLES: list[object] = [

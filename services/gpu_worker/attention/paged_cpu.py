@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.gpu_worker.attention.backend import rotate_then_write
-from services.gpu_worker.attention.row_span import RowSpan, additive_mask, attend_span, row_spans
+from services.gpu_worker.attention.row_span import RowSpan, additive_mask, attend_in_parts, attend_span, row_spans
 from services.gpu_worker.attention.sparse_decode import SparseDecode, has_sparse_products
 from services.gpu_worker.cpu_loops import loops_problem
 from services.gpu_worker.fp8 import is_fp8
@@ -86,6 +86,11 @@ def _loops() -> LoopAttention | None:
     return LoopAttention()
 
 
+def _sees_all_before(span: RowSpan, window: int | None) -> bool:
+    """Whether there are computed tokens in a span, and each new one sees all of them."""
+    return span.num_new < span.length and (window is None or span.length <= window)
+
+
 def _converted(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """In another dtype. From one half precision to the other torch goes number by number: float32 between is faster."""
     if numbers.dtype == torch.float16 and dtype == torch.bfloat16:
@@ -136,7 +141,7 @@ class PagedCpuStep:
         for context in layout.contexts:
             tokens, dtype = context.span.tokens, context.dtype
             read_keys, read_values = (_converted(context.read(pool), dtype) for pool in (keys, values))
-            attended[tokens] = attend_span(queries[tokens].to(dtype), read_keys, read_values, context.mask)
+            attended[tokens] = context.attend(queries[tokens].to(dtype), read_keys, read_values)
         return attended
 
     def _layout(self, window: int | None, queries: Tensor) -> _Layout:
@@ -154,8 +159,9 @@ class PagedCpuStep:
                 decoding.append(span)
                 continue
             computed = torch.bfloat16 if self._rounds_prompts and span.num_new >= _MANY_TOKENS else dtype
-            mask = additive_mask(span, window, computed, self._inputs.positions.device)
-            contexts.append(_Context(span, computed, mask, self._slots(span)))
+            is_in_parts = computed == torch.bfloat16 and _sees_all_before(span, window)
+            mask = None if is_in_parts else additive_mask(span, window, computed, self._inputs.positions.device)
+            contexts.append(_Context(span, computed, mask, self._slots(span), is_in_parts))
         return _Layout(self._decode(decoding, window, num_heads) if decoding else None, contexts)
 
     def _decode(self, spans: list[RowSpan], window: int | None, num_heads: int) -> Decode:
@@ -184,6 +190,13 @@ class _Context:
     dtype: torch.dtype
     mask: Tensor | None
     slots: slice | Tensor
+    is_in_parts: bool
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """See `attend_span`."""
+        if self.is_in_parts:
+            return attend_in_parts(queries, keys, values)
+        return attend_span(queries, keys, values, self.mask)
 
     def read(self, pool: Tensor) -> Tensor:
         """[length, num_kv_heads, head_dim] out of a layer's [num_slots, num_kv_heads, head_dim]: a view if possible."""

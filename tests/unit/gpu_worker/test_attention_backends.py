@@ -23,6 +23,7 @@ from services.gpu_worker.attention.fastest import AttentionTask
 from services.gpu_worker.attention.paged_cpu import PagedCpuAttention
 from services.gpu_worker.attention.paged_cuda import PagedCudaAttention
 from services.gpu_worker.attention.reference import ReferenceAttention
+from services.gpu_worker.attention.row_span import RowSpan, additive_mask, attend_in_parts, attend_span
 from services.gpu_worker.attention.sparse_decode import has_sparse_products
 from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
@@ -165,6 +166,22 @@ def test_rows_of_many_new_tokens_may_be_rounded(window: int | None, in_order: bo
         start, end = scene.inputs.query_starts[row], scene.inputs.query_starts[row + 1]
         alone = scene.attend_alone(PagedCpuAttention(torch.float32, rounds_prompts=True), row)
         assert torch.equal(alone, rounded[start:end])
+
+
+@pytest.mark.parametrize("head_dim", [16, 64])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(("num_before", "num_new"), [(1, 1), (1, 33), (70, 2), (64, 64), (600, 40), (300, 300)])
+def test_computed_and_new_tokens_apart_are_attended_as_together(
+    num_before: int, num_new: int, group: int, head_dim: int
+) -> None:
+    span = RowSpan(0, slice(0, num_new), 0, num_before + num_new)
+    generator = torch.Generator().manual_seed(num_before + num_new)
+    queries = 3 * torch.randn(num_new, 2 * group, head_dim, generator=generator)
+    keys, values = 3 * torch.randn(2, num_before + num_new, 2, head_dim, generator=generator)
+    mask = additive_mask(span, None, torch.float32, CPU)
+    torch.testing.assert_close(
+        attend_in_parts(queries, keys, values), attend_span(queries, keys, values, mask), atol=2e-5, rtol=2e-5
+    )
 
 
 @settings(max_examples=60, deadline=None)

@@ -270,9 +270,11 @@ def test_limits_follow_the_card_and_the_settings() -> None:
     assert (limits.max_rows, limits.is_chunked, limits.token_budget) == (4, False, 104)
     assert (limits.max_model_len, limits.caches_prefixes) == (100, False)
     assert limits_of(card, Settings(max_num_batched_tokens=50)).token_budget == 50
-    measured = replace(card, chunk_context=860)
+    measured = replace(card, chunk_context=860, chunk_ms=240.0, chunk_limit_ms=300.0)
     assert limits_of(measured, Settings()).chunk_context == 860
-    assert limits_of(measured, Settings(chunked_prefill_size=16)).chunk_context == 0  # kept as it was set
+    assert (limits_of(measured, Settings()).chunk_us, limits_of(measured, Settings()).chunk_limit_us) == (240e3, 300e3)
+    kept = limits_of(measured, Settings(chunked_prefill_size=16))  # as it was set
+    assert (kept.chunk_context, kept.chunk_limit_us) == (0, 0)
     with pytest.raises(ValueError, match="--max-num-batched-tokens"):
         limits_of(card, Settings(max_num_batched_tokens=7))
 

@@ -1,0 +1,59 @@
+"""scheduler: how many prompt tokens of a step keep it within the time that a chunk may take; learned from its steps.
+
+A worker measures its chunk at the start, alone on a machine at rest. Beside decodes, and with the other processes at
+work, the same chunk takes longer. So the time of every step with prompt tokens corrects what one of them is thought to
+take: at once when it is longer, slowly when it is shorter, because one step that is late is what those who are being
+answered see. It never grows beyond the measured chunk, which the worker's memory is laid out for.
+
+It owns numbers only, and must never read a clock: times are the worker's own.
+"""
+
+from __future__ import annotations
+
+LEAST_CHUNK = 64
+"""Fewer tokens read all weights for so little that prompts take several times as long."""
+
+_LONGER_WEIGHT = 0.5
+_SHORTER_WEIGHT = 0.2
+_MOST_LONGER = 4.0  # a step that stood still says nothing about the next ones
+
+
+class ChunkPace:
+    """The pace of one worker.
+
+    Args:
+        chunk_tokens: tokens of the measured chunk, at the beginning of a prompt.
+        chunk_us: microseconds that it took.
+        limit_us: microseconds that a chunk may take beyond what the decodes of its step do; 0: chunks are as set.
+    """
+
+    def __init__(self, chunk_tokens: int, chunk_us: float, limit_us: float) -> None:
+        self._limit_us = limit_us
+        self._token_us = chunk_us / max(chunk_tokens, 1)
+        self._decode_us = 0.0  # of the last step without prompt tokens
+        self._num_decodes = 1
+
+    def budget(self, most: int) -> int:
+        """Prompt tokens that fit, were they at the beginning of a prompt: at most `most`, and `LEAST_CHUNK` of these.
+
+        Tokens behind a context count for more, see `CoreLimits.most_behind`.
+        """
+        if not self._limit_us or most <= LEAST_CHUNK:
+            return most
+        return max(LEAST_CHUNK, min(most, int(self._limit_us / max(self._token_us, 1e-6))))
+
+    def on_step(self, step_us: int, num_decodes: int, num_prompt_tokens: int) -> None:
+        """A step has ended.
+
+        Args:
+            step_us: what it took, by the worker's clock.
+            num_decodes: tokens that were no prompt's.
+            num_prompt_tokens: the others, those behind a context counted for more as in `budget`.
+        """
+        if not num_prompt_tokens:
+            self._decode_us, self._num_decodes = float(step_us), max(num_decodes, 1)
+        elif self._limit_us and num_prompt_tokens >= LEAST_CHUNK:  # in a smaller one the rest of a step prevails
+            decode_us = self._decode_us * min(1.0, num_decodes / self._num_decodes)
+            seen_us = max(step_us - decode_us, 0.5 * step_us) / num_prompt_tokens
+            difference = min(seen_us, _MOST_LONGER * self._token_us) - self._token_us
+            self._token_us += (_LONGER_WEIGHT if difference > 0 else _SHORTER_WEIGHT) * difference
