@@ -46,7 +46,10 @@ class ModelRunner:
         """
         self.config = config
         self.kv_cache = kv_cache
-        self._decoder = Decoder(config, weights, operators or PlainOperators())
+        operators = operators or PlainOperators()
+        # The plain ones would round after each of their steps.
+        rounds_from = None if isinstance(operators, PlainOperators) else weights.rounds_from
+        self._decoder = Decoder(config, weights, operators, rounds_from=rounds_from)
         self._attention = attention
         self._graphs: DecodeGraphs | None = None
         self._recorded: RecordedLayers | None = None

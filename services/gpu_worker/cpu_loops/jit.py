@@ -84,6 +84,32 @@ def _power_of_two(_typing: object, exponent: object) -> tuple[object, object]:
     return types.float32(types.int32), generate
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def widened(_typing: object, bits: object) -> tuple[object, object]:
+    """The float32 of a bfloat16 number, which is given as its 16 bits."""
+
+    def generate(_context: object, builder: ir.IRBuilder, _signature: object, arguments: list[ir.Value]) -> ir.Value:
+        whole = ir.IntType(32)
+        return builder.bitcast(builder.shl(builder.zext(arguments[0], whole), whole(16)), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def rounded(_typing: object, number: object) -> tuple[object, object]:
+    """The bits of the bfloat16 nearest to a float32, the even one of two; NaN stays NaN."""
+
+    def generate(_context: object, builder: ir.IRBuilder, _signature: object, arguments: list[ir.Value]) -> ir.Value:
+        whole, half = ir.IntType(32), ir.IntType(16)
+        bits = builder.bitcast(arguments[0], whole)
+        last_kept = builder.and_(builder.lshr(bits, whole(16)), whole(1))
+        nearest = builder.lshr(builder.add(builder.add(bits, whole(0x7FFF)), last_kept), whole(16))
+        is_nan = builder.fcmp_unordered("uno", arguments[0], arguments[0])
+        return builder.trunc(builder.select(is_nan, whole(0x7FC0), nearest), half)
+
+    return types.uint16(types.float32), generate
+
+
 @compiled
 def integers(pointer: Any, count: int) -> Ints:
     """What a loop was given."""
@@ -102,6 +128,13 @@ def int64s(address: int, count: int) -> Ints:
 def floats(address: int, count: int) -> Floats:
     """[count] float32 at an address."""
     view: Floats = carray(_pointer(address), count, np.float32)
+    return view
+
+
+@compiled
+def bfloat16s(address: int, count: int) -> npt.NDArray[np.uint16]:
+    """The bits of [count] bfloat16 at an address."""
+    view: npt.NDArray[np.uint16] = carray(_pointer(address), count, np.uint16)
     return view
 
 

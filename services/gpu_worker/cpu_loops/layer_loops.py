@@ -7,15 +7,32 @@ from typing import Any
 import numpy as np
 
 from services.gpu_worker.cpu_loops.head_vectors import store_halves
-from services.gpu_worker.cpu_loops.jit import Floats, compiled, exponential, floats, int64s, integers, loop, share
+from services.gpu_worker.cpu_loops.jit import (
+    Floats,
+    bfloat16s,
+    compiled,
+    exponential,
+    floats,
+    int64s,
+    integers,
+    loop,
+    rounded,
+    share,
+    widened,
+)
+
+
+@compiled
+def _norm_factor(x: Floats, width: int, eps: np.float32) -> np.float32:
+    squares = np.float32(0)
+    for i in range(width):
+        squares += x[i] * x[i]
+    return np.float32(np.float32(1) / np.sqrt(squares / np.float32(width) + eps))
 
 
 @compiled
 def _norm_row(x: Floats, weight: Floats, out: Floats, width: int, eps: np.float32) -> None:
-    squares = np.float32(0)
-    for i in range(width):
-        squares += x[i] * x[i]
-    factor = np.float32(1) / np.sqrt(squares / np.float32(width) + eps)
+    factor = _norm_factor(x, width, eps)
     for i in range(width):
         out[i] = x[i] * factor * weight[i]
 
@@ -47,6 +64,26 @@ def ADD_NORM(pointer: Any) -> None:  # noqa: N802
 
 
 @loop
+def ADD_NORM_ROUNDED(pointer: Any) -> None:  # noqa: N802
+    """The same with addend and out in bfloat16."""
+    hidden, addend, weight, out, rows, width, eps = integers(pointer, 7)
+    first, end = share(rows)
+    gain, epsilon = floats(weight, width), floats(eps, 1)[0]
+    for i in range(first, end):
+        total, added = floats(hidden + 4 * i * width, width), bfloat16s(addend + 2 * i * width, width)
+        for k in range(width):
+            total[k] += widened(added[k])
+        factor, result = _norm_factor(total, width, epsilon), bfloat16s(out + 2 * i * width, width)
+        for k in range(width):
+            result[k] = rounded(total[k] * factor * gain[k])
+
+
+@compiled
+def _gated(gate: np.float32, up: np.float32) -> np.float32:
+    return np.float32(gate / (np.float32(1) + exponential(min(-gate, np.float32(87)))) * up)
+
+
+@loop
 def GATED(pointer: Any) -> None:  # noqa: N802
     """Computes out [rows, width] = silu(gate) * up of gate_up [rows, 2 * width]."""
     gate_up, out, rows, width = integers(pointer, 4)
@@ -55,7 +92,19 @@ def GATED(pointer: Any) -> None:  # noqa: N802
         gate, up = floats(gate_up + 8 * i * width, width), floats(gate_up + 8 * i * width + 4 * width, width)
         result = floats(out + 4 * i * width, width)
         for k in range(width):
-            result[k] = gate[k] / (np.float32(1) + exponential(min(-gate[k], np.float32(87)))) * up[k]
+            result[k] = _gated(gate[k], up[k])
+
+
+@loop
+def GATED_ROUNDED(pointer: Any) -> None:  # noqa: N802
+    """The same in bfloat16; computed in float32."""
+    gate_up, out, rows, width = integers(pointer, 4)
+    first, end = share(rows)
+    for i in range(first, end):
+        gate, up = bfloat16s(gate_up + 4 * i * width, width), bfloat16s(gate_up + 4 * i * width + 2 * width, width)
+        result = bfloat16s(out + 2 * i * width, width)
+        for k in range(width):
+            result[k] = rounded(_gated(widened(gate[k]), widened(up[k])))
 
 
 @compiled

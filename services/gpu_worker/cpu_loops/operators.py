@@ -7,7 +7,7 @@ from array import array
 import torch
 from torch import Tensor
 
-from services.gpu_worker.cpu_loops.layer_loops import ADD_NORM, GATED, NORM
+from services.gpu_worker.cpu_loops.layer_loops import ADD_NORM, ADD_NORM_ROUNDED, GATED, GATED_ROUNDED, NORM
 from services.gpu_worker.cpu_loops.team import LARGE_WORK, TEAM
 from services.gpu_worker.models.operators import PlainOperators
 
@@ -17,8 +17,11 @@ def _has_rows(x: Tensor) -> bool:
     return (x.dim() == 2 and x.stride(1) == 1) or (x.dim() == 3 and x.stride()[1:] == (x.shape[2], 1))
 
 
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
 class LoopOperators:
-    """The `Operators` for a CPU in float32; other dtypes go the plain way."""
+    """The `Operators` for a CPU: sums in float32, factors in float32 or bfloat16; other dtypes go the plain way."""
 
     def __init__(self) -> None:
         assert TEAM is not None
@@ -44,14 +47,16 @@ class LoopOperators:
 
     def add_norm(self, hidden: Tensor, addend: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See `Operators.add_norm`; the sum takes the place of `hidden`."""
-        if hidden.dtype != torch.float32 or not (hidden.is_contiguous() and addend.is_contiguous()):
+        is_computed = hidden.dtype == torch.float32 and addend.dtype in _DTYPES
+        if not is_computed or not (hidden.is_contiguous() and addend.is_contiguous()):
             return self._plain.add_norm(hidden, addend, weight, eps)
-        out = torch.empty(hidden.shape)
+        out = torch.empty_like(addend)
+        add_norm = ADD_NORM if addend.dtype == torch.float32 else ADD_NORM_ROUNDED
         rows, width = hidden.shape
         numbers = (
             hidden.data_ptr(), addend.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, self._at(eps),
         )  # fmt: skip
-        self._team.run(ADD_NORM, array("q", numbers), hidden.numel() >= LARGE_WORK)
+        self._team.run(add_norm, array("q", numbers), hidden.numel() >= LARGE_WORK)
         return hidden, out
 
     def norm_heads(self, heads: Tensor, num_queries: int, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
@@ -65,12 +70,13 @@ class LoopOperators:
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """See `Operators.gated`."""
-        if gate_up.dtype != torch.float32 or not gate_up.is_contiguous():
+        if gate_up.dtype not in _DTYPES or not gate_up.is_contiguous():
             return self._plain.gated(gate_up)
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty(rows, width)
+        out = torch.empty(rows, width, dtype=gate_up.dtype)
+        gated = GATED if gate_up.dtype == torch.float32 else GATED_ROUNDED
         numbers = (gate_up.data_ptr(), out.data_ptr(), rows, width)
-        self._team.run(GATED, array("q", numbers), gate_up.numel() >= LARGE_WORK)
+        self._team.run(gated, array("q", numbers), gate_up.numel() >= LARGE_WORK)
         return out
 
     def _at(self, eps: float) -> int:

@@ -14,7 +14,7 @@ def project_qkv(
     x: Tensor, layer: LayerWeights[Projection], config: ModelConfig, operators: Operators
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys in one, and values, of a family that does nothing more to them (see `family.ProjectQkv`)."""
-    qkv = layer.qkv(x)  # [num_tokens, q + kv + kv]
+    qkv = layer.qkv(x).to(layer.input_norm.dtype)  # [num_tokens, q + kv + kv], in the model's dtype
     heads = qkv.view(qkv.shape[0], -1, config.head_dim)  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
     num_rotated = config.num_heads + config.num_kv_heads
     return heads[:, :num_rotated], heads[:, num_rotated:]

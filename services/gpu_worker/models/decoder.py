@@ -33,12 +33,14 @@ class Decoder:
         weights: its weights.
         operators: see `Operators`.
         embed: vectors of ids, from these and the embedding.
+        rounds_from: new tokens of a step from which on the layers' products compute in bfloat16; None: never.
     """
 
     config: ModelConfig
     weights: DecoderWeights[Projection]
     operators: Operators
     embed: Callable[[Tensor, Tensor], Tensor] = functional.embedding
+    rounds_from: int | None = None
 
     def layers(self, inputs: StepInputs, attention: StepAttention) -> Tensor:
         """Runs the new tokens of a step through the layers; their keys and values are stored on the way.
@@ -78,15 +80,21 @@ class Decoder:
         config, weights, operators = self.config, self.weights, self.operators
         project_qkv = FAMILIES[config.model_type].project_qkv
         added: Tensor | None = None  # what the layer before adds to the sums
+        dtype = self._product_dtype(hidden)
         for index, layer in enumerate(weights.layers):
             hidden, x = self._norm(hidden, added, layer.input_norm)
-            heads, values = project_qkv(x, layer, config, operators)
+            heads, values = project_qkv(x.to(dtype), layer, config, operators)
             queries = attention.write_rotated(index, heads, values, cos_sin)  # [num_tokens, num_heads, head_dim]
             attended = attention.attend(index, queries, config.windows[index])  # [num_tokens, num_heads, head_dim]
-            added = layer.output(attended.flatten(1))
+            added = layer.output(attended.flatten(1).to(dtype))
             hidden, x = self._norm(hidden, added, layer.mlp_norm)
             added = feed_forward(x, layer, config, operators)  # [num_tokens, hidden_size]
         return hidden, added
+
+    def _product_dtype(self, hidden: Tensor) -> torch.dtype:
+        """Of what layers multiply: that of the sums, or bfloat16 where all their products round to it anyway."""
+        is_rounded = self.rounds_from is not None and len(hidden) >= self.rounds_from
+        return torch.bfloat16 if is_rounded else hidden.dtype
 
     def _norm(self, hidden: Tensor, added: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         eps = self.config.rms_norm_eps

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.gpu_worker.models.expert_steps import ExpertSteps
 from services.gpu_worker.models.expert_weights import ExpertWeights, GroupedProduct
-from services.gpu_worker.models.projection import DenseProjection, Projection
+from services.gpu_worker.models.projection import DenseProjection, Projection, rounds_from
 
 P_co = TypeVar("P_co", bound=Projection, covariant=True)
 Q = TypeVar("Q", bound=Projection)
@@ -103,6 +103,13 @@ class DecoderWeights(Generic[P_co]):
             for layer in self.layers
         )
         return replace(self, layers=tuple(layers))
+
+    @property
+    def rounds_from(self) -> int | None:
+        """New tokens of a step from which on the layers' products compute in bfloat16; None: never, or not all."""
+        if any(layer.experts is not None for layer in self.layers):
+            return None
+        return rounds_from(projection for layer in self.layers for projection in layer.projections)
 
     @property
     def is_read_on_host(self) -> bool:

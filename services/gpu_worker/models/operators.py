@@ -21,7 +21,10 @@ class Operators(Protocol):
         """Root mean square norm over the last dimension: [..., width] from [..., width] and weight [width]."""
 
     def add_norm(self, hidden: Tensor, addend: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The sum of two [num_tokens, width], which may take the place of `hidden`, and its norm."""
+        """The sum of two [num_tokens, width], which may take the place of `hidden`, and its norm.
+
+        The sum is in the dtype of `hidden`, the norm in that of the addend.
+        """
 
     def norm_heads(self, heads: Tensor, num_queries: int, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
         """Norms of heads [num_tokens, heads, width], the first `num_queries` with the first weight: of that shape."""
@@ -58,7 +61,7 @@ class PlainOperators:
     def add_norm(self, hidden: Tensor, addend: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See `Operators.add_norm`."""
         total = hidden + addend
-        return total, self.norm(total, weight, eps)
+        return total, self.norm(total, weight, eps).to(addend.dtype)
 
     def norm_heads(self, heads: Tensor, num_queries: int, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
         """See `Operators.norm_heads`."""

@@ -6,6 +6,7 @@ CUDA device; on a CPU a model's projections are made anew once it is loaded (see
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -30,6 +31,25 @@ class ReadsByRows(Protocol):
 
     def bytes_read(self, num_rows: int) -> int:
         """Bytes of weights that a call with so many rows reads."""
+
+
+@runtime_checkable
+class RoundsInputs(Protocol):
+    """A `Projection` that may compute in bfloat16 what it is given in float32.
+
+    What is given in bfloat16 gives the same numbers then, without a dtype to go to and come back from.
+    """
+
+    @property
+    def rounds_from(self) -> int | None:
+        """The number of rows from which on it does; None: never."""
+
+
+def rounds_from(projections: Iterable[Projection]) -> int | None:
+    """The number of rows from which on all of them compute in bfloat16 (see `RoundsInputs`); None: never."""
+    each = [projection.rounds_from if isinstance(projection, RoundsInputs) else None for projection in projections]
+    known = [number for number in each if number is not None]
+    return max(known) if known and len(known) == len(each) else None
 
 
 @dataclass(frozen=True, slots=True)

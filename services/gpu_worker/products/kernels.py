@@ -20,7 +20,7 @@ PACKED_ROWS = 64
 
 
 class PackedProjection:
-    """A `Projection` over oneDNN's blocks, in the dtype of its weights; inputs and results are in float32.
+    """A `Projection` over oneDNN's blocks, in the dtype of its weights; inputs and results are in float32 or in that.
 
     Args:
         weight: [out_features, in_features], on the CPU.
@@ -33,6 +33,11 @@ class PackedProjection:
         self._blocks = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), PACKED_ROWS)
         self._bias = None if bias is None else bias.to(dtype)
         self.num_bytes = weight.numel() * dtype.itemsize + (0 if bias is None else bias.nbytes)
+
+    @property
+    def rounds_from(self) -> int | None:
+        """See `RoundsInputs`."""
+        return 0 if self._dtype == torch.bfloat16 else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Projection.__call__`."""

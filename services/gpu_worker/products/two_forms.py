@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from services.gpu_worker.models.projection import Projection
+from services.gpu_worker.models.projection import Projection, RoundsInputs
 
 
 class TwoForms:
@@ -38,6 +38,14 @@ class TwoForms:
     def bytes_read(self, num_rows: int) -> int:
         """See `ReadsByRows.bytes_read`: one of the forms."""
         return self.few.num_bytes if num_rows <= self._most_few_rows else self.many.num_bytes
+
+    @property
+    def rounds_from(self) -> int | None:
+        """See `RoundsInputs`."""
+        if not isinstance(self.many, RoundsInputs):
+            return None
+        rounded = self.many.rounds_from
+        return None if rounded is None else max(rounded, self._most_few_rows + 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Projection.__call__`."""

@@ -70,16 +70,57 @@ def test_gates_are_the_plain_ones(rows: int, width: int, seed: int, spread: floa
     )
 
 
+def check_rounded(computed: Tensor, expected: Tensor) -> None:
+    """What was computed in float32 and rounded once: the expected number's neighbour now and then, as sums differ."""
+    assert computed.dtype == torch.bfloat16
+    torch.testing.assert_close(computed, expected.bfloat16(), rtol=2**-7, atol=1e-5)
+    assert (computed == expected.bfloat16()).float().mean() > 0.99 or computed.numel() < 100
+
+
 @needs_loops
+@settings(max_examples=30, deadline=None)
+@given(rows=rows_of_steps, width=st.sampled_from([1, 8, 33, 576]), seed=seeds)
+def test_in_bfloat16_loops_compute_in_float32_and_round_once(rows: int, width: int, seed: int) -> None:
+    loops, plain = operators_for(CPU), PlainOperators()
+    gate_up = (4 * random(seed, rows, 2 * width)).bfloat16()
+    check_rounded(loops.gated(gate_up), plain.gated(gate_up.float()))
+    hidden, addend, weight = (
+        random(seed, rows, width),
+        random(seed + 1, rows, width).bfloat16(),
+        random(seed + 2, width),
+    )
+    total, expected = plain.add_norm(hidden, addend.float(), weight, EPS)
+    computed = loops.add_norm(hidden, addend, weight, EPS)
+    assert torch.equal(computed[0], total)
+    check_rounded(computed[1], expected)
+    total, normed = plain.add_norm(random(seed, rows, width), addend, weight, EPS)
+    assert torch.equal(total, computed[0])
+    assert torch.equal(normed, expected.bfloat16())
+
+
+@needs_loops
+@pytest.mark.parametrize("broken", [math.nan, -math.nan, math.inf, -math.inf, 3.4e38, 1e-40])
+def test_every_number_is_rounded_to_bfloat16_as_torch_does(broken: float) -> None:
+    x = torch.tensor([broken, -broken, 1 + 2**-8, 1 + 3 * 2**-8, 1 - 2**-9]).repeat(2, 20)
+    hidden, weight = torch.zeros(2, 100), torch.ones(100)
+    total, normed = operators_for(CPU).add_norm(hidden, x.bfloat16(), weight, EPS)
+    assert torch.equal(total.isnan(), x.bfloat16().isnan())
+    expected = operators_for(CPU).norm(total, weight, EPS)
+    assert torch.equal(normed.nan_to_num(7.0), expected.bfloat16().nan_to_num(7.0))
+
+
+@needs_loops
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_smp_02_what_is_not_finite_stays_so_and_in_its_row(broken: float) -> None:
+def test_smp_02_what_is_not_finite_stays_so_and_in_its_row(broken: float, dtype: torch.dtype) -> None:
     loops = operators_for(CPU)
     x, weight = random(1, 3, 64), random(2, 64)
     x[1, 7] = broken
-    for result in (loops.norm(x, weight, EPS), loops.add_norm(x.clone(), random(3, 3, 64), weight, EPS)[1]):
+    addend = random(3, 3, 64).to(dtype)
+    for result in (loops.norm(x, weight, EPS), loops.add_norm(x.clone(), addend, weight, EPS)[1]):
         assert not result[1].isfinite().all()
         assert result[[0, 2]].isfinite().all()
-    gated = loops.gated(x)
+    gated = loops.gated(x.to(dtype))
     assert torch.equal(gated.isfinite(), PlainOperators().gated(x.clone()).isfinite())
 
 

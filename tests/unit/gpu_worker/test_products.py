@@ -13,14 +13,19 @@ from torch import Tensor
 
 from bench.random_checkpoints import write_checkpoint
 from services.gpu_worker.attention import attention_for
+from services.gpu_worker.attention.backend import AttentionBackend
+from services.gpu_worker.cpu_loops import loops_problem
+from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.model_runner import ModelRunner
+from services.gpu_worker.models.decoder import Decoder
 from services.gpu_worker.models.layer_weights import DecoderWeights
-from services.gpu_worker.models.projection import DenseProjection, Projection
+from services.gpu_worker.models.projection import DenseProjection, Projection, rounds_from
 from services.gpu_worker.products.forms import CpuForms
 from services.gpu_worker.products.kernels import PackedProjection, has_fast_bfloat16, has_packed_float32
+from services.gpu_worker.products.two_forms import TwoForms
 from services.gpu_worker.start_up import choose_dtype
-from services.gpu_worker.weights import LoadedModel, load_laid_out, load_model
+from services.gpu_worker.weights import LoadedModel, RunnableModel, load_laid_out, load_model
 from services.model_files.source import open_model
 from services.runtime.config import Settings
 from services.runtime.service import StartError
@@ -110,6 +115,44 @@ def test_fast_numerics_change_logits_less_than_a_model_in_bfloat16(folder: Path,
     allowed = (logits_of(half, half.weights) - plain).square().mean()
     assert 0 < float((plain - fast).square().mean()) < float(allowed)
     assert laid_out.weights.num_bytes < family.weights.num_bytes
+
+
+@needs_bfloat16
+@pytest.mark.skipif(bool(loops_problem()), reason=str(loops_problem()))
+def test_what_is_multiplied_may_stay_in_bfloat16_between_products(folder: Path) -> None:
+    """Products round inputs and results anyway: without going to float32 between them, sums are the same."""
+    model = load_laid_out(open_model(folder), CpuForms(is_exact=False))
+    assert model.weights.rounds_from == 0
+    inputs = ModelRunner(model.config, model.weights, *_pool_and_attention(model)).dummy_inputs(40, 1)
+    pool, attention = _pool_and_attention(model)
+    decoder = Decoder(model.config, model.weights, operators_for(CPU), rounds_from=0)
+    states = [
+        replace(decoder, rounds_from=number).layers(inputs, attention.begin_step(inputs, pool)) for number in (0, 41)
+    ]
+    assert states[0].dtype == states[1].dtype == torch.float32
+    torch.testing.assert_close(*states, rtol=2**-6, atol=2**-6 * float(states[1].abs().max()))
+    assert torch.equal(states[1], replace(decoder, rounds_from=None).layers(inputs, attention.begin_step(inputs, pool)))
+
+
+def _pool_and_attention(model: RunnableModel) -> tuple[KvCache, AttentionBackend]:
+    config = model.config
+    shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, 16, torch.float32)
+    return KvCache(shape, 3, CPU), attention_for(CPU, shape.dtype)
+
+
+@needs_bfloat16
+def test_products_round_from_where_their_codes_end_and_only_if_all_do() -> None:
+    weight = torch.randn(32, 64)
+    dense, packed = DenseProjection(weight), PackedProjection(weight, None, torch.bfloat16)
+    pair = TwoForms(dense, packed)
+    pair.settle(24, 256)
+    assert (pair.rounds_from, packed.rounds_from) == (25, 0)
+    assert rounds_from([pair, packed]) == 25
+    assert rounds_from([pair, packed, dense]) is None
+    assert rounds_from([PackedProjection(weight, None, torch.float32)]) is None
+    assert rounds_from([]) is None
+    pair.settle(256, 256)  # codes for any number of rows
+    assert pair.rounds_from is None
 
 
 def test_memory_is_counted_once_where_the_head_is_the_embedding(family: LoadedModel) -> None:
