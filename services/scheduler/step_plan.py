@@ -13,6 +13,7 @@ from itertools import chain
 from typing import TypeAlias
 
 from services.scheduler.admission import CoreLimits
+from services.scheduler.chunk_pace import LEAST_CHUNK
 from services.scheduler.formation import March
 from services.scheduler.radix_cache import TOKEN_BYTES
 from services.scheduler.request import Request
@@ -23,6 +24,7 @@ from services.wire.steps import NewRow, StepPlan
 MAX_NEW_ROW_IDS = 2**20  # token and page ids of new rows in a plan (4 MiB); the row that passes it is the last
 MAX_LOGPROB_TOKENS = 2**16  # of prompts whose log-probabilities are wanted, in a step: a result must fit a frame
 
+_TILE_TOKENS = 16  # products take so many at once
 
 FlightRow: TypeAlias = tuple[Request, int, int, int]  # request, row, end, whether it samples: see `StepInFlight`
 
@@ -123,9 +125,15 @@ class StepDraft:
     def add_chunk(self, request: Request, budget: int, limits: CoreLimits) -> int:
         """Adds as many of its next tokens as the budget allows; what is left of it."""
         context = request.num_planned
-        num_new_tokens = self._add_most(request, limits.most_behind(context, budget))
+        most = limits.most_behind(context, budget)
+        is_cut = most < request.num_expected - context
+        if is_cut and limits.chunk_limit_us and most >= LEAST_CHUNK:
+            most -= (self.num_tokens + most) % _TILE_TOKENS
+        num_new_tokens = self._add_most(request, most)
         self.num_prompt_tokens += num_new_tokens
         self.prompt_cost += limits.prompt_cost(num_new_tokens, context)
+        if is_cut and num_new_tokens == most:
+            return 0
         return limits.budget_after(budget, context, num_new_tokens)
 
     def _add_most(self, request: Request, most: int) -> int:

@@ -50,7 +50,7 @@ class LoopOperators:
         is_computed = hidden.dtype == torch.float32 and addend.dtype in _DTYPES
         if not is_computed or not (hidden.is_contiguous() and addend.is_contiguous()):
             return self._plain.add_norm(hidden, addend, weight, eps)
-        out = torch.empty_like(addend)
+        out = torch.empty(addend.shape, dtype=addend.dtype)
         add_norm = ADD_NORM if addend.dtype == torch.float32 else ADD_NORM_ROUNDED
         rows, width = hidden.shape
         numbers = (
