@@ -16,7 +16,7 @@ from torch import Tensor
 from services.gpu_worker.attention.row_span import RowSpan
 from services.gpu_worker.cpu_loops.attention_loop import DECODE_ATTENTION
 from services.gpu_worker.cpu_loops.head_vectors import LANES
-from services.gpu_worker.cpu_loops.layer_loops import ROTATE_AND_WRITE
+from services.gpu_worker.cpu_loops.layer_loops import ROTATE_AND_WRITE, ROUND_HALVES
 from services.gpu_worker.cpu_loops.team import LARGE_WORK, TEAM, Team
 from services.gpu_worker.kv_cache import KvCache
 from services.gpu_worker.step_inputs import StepInputs
@@ -36,6 +36,13 @@ class LoopAttention:
     def reads_halves(self, head_dim: int) -> bool:
         """Whether the pool may be in half precision; without the instruction for it each number would be a call."""
         return self.fits(head_dim) and llvmlite.binding.get_host_cpu_features().get("f16c", False)
+
+    def rounded(self, halves: Tensor) -> Tensor:
+        """Numbers of a pool in half precision as bfloat16; contiguous, their last dimension a multiple of `LANES`."""
+        out = torch.empty(halves.shape, dtype=torch.bfloat16)
+        numbers = (out.data_ptr(), halves.data_ptr(), halves.numel() // LANES)
+        self._team.run(ROUND_HALVES, array("q", numbers), halves.numel() >= LARGE_WORK)
+        return out
 
     def decode(self, inputs: StepInputs, spans: Sequence[RowSpan], window: int | None, kv_cache: KvCache) -> LoopDecode:
         """Prepares attention of rows with few new tokens; see `LoopDecode`."""

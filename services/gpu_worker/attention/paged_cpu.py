@@ -91,13 +91,6 @@ def _sees_all_before(span: RowSpan, window: int | None) -> bool:
     return span.num_new < span.length and (window is None or span.length <= window)
 
 
-def _converted(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """In another dtype. From one half precision to the other torch goes number by number: float32 between is faster."""
-    if numbers.dtype == torch.float16 and dtype == torch.bfloat16:
-        numbers = numbers.to(torch.float32)
-    return numbers.to(dtype)
-
-
 class PagedCpuStep:
     """A `StepAttention`. What layers with the same window share is laid out at the first of them."""
 
@@ -137,12 +130,18 @@ class PagedCpuStep:
             return layout.decode.attend(queries, keys, values)
         attended = torch.empty_like(queries, memory_format=torch.contiguous_format)
         if layout.decode is not None:
-            attended[layout.decode.tokens] = layout.decode.attend(queries, keys, values)
+            attended[layout.decoding] = layout.decode.attend(queries, keys, values)
         for context in layout.contexts:
             tokens, dtype = context.span.tokens, context.dtype
-            read_keys, read_values = (_converted(context.read(pool), dtype) for pool in (keys, values))
+            read_keys, read_values = (self._converted(context.read(pool), dtype) for pool in (keys, values))
             attended[tokens] = context.attend(queries[tokens].to(dtype), read_keys, read_values)
         return attended
+
+    def _converted(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys or values in another dtype; from one half precision to the other torch goes number by number."""
+        if numbers.dtype == torch.float16 and dtype == torch.bfloat16 and self._decoding_loops is not None:
+            return self._decoding_loops.rounded(numbers)
+        return numbers.to(dtype)
 
     def _layout(self, window: int | None, queries: Tensor) -> _Layout:
         if window is not None and window >= self._longest:
@@ -162,7 +161,12 @@ class PagedCpuStep:
             is_in_parts = computed == torch.bfloat16 and _sees_all_before(span, window)
             mask = None if is_in_parts else additive_mask(span, window, computed, self._inputs.positions.device)
             contexts.append(_Context(span, computed, mask, self._slots(span), is_in_parts))
-        return _Layout(self._decode(decoding, window, num_heads) if decoding else None, contexts)
+        if not decoding:
+            return _Layout(None, slice(0), contexts)
+        decode = self._decode(decoding, window, num_heads)
+        first, end = decoding[0].tokens.start, decoding[-1].tokens.stop
+        is_whole = end - first == len(decode.tokens)  # rows that decode come first in most steps
+        return _Layout(decode, slice(first, end) if is_whole else decode.tokens, contexts)
 
     def _decode(self, spans: list[RowSpan], window: int | None, num_heads: int) -> Decode:
         if self._decoding_loops is not None:
@@ -205,7 +209,8 @@ class _Context:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What all layers with one window share in a step."""
+    """What all layers with one window share in a step; `decoding` are the places of `decode` among the new tokens."""
 
     decode: Decode | None
+    decoding: slice | Tensor
     contexts: list[_Context]

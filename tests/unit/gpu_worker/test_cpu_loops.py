@@ -110,6 +110,18 @@ def test_every_number_is_rounded_to_bfloat16_as_torch_does(broken: float) -> Non
 
 
 @needs_loops
+@pytest.mark.parametrize("rows", [0, 1, 5, 2048])
+def test_halves_become_bfloat16_as_torch_rounds_them(rows: int) -> None:
+    from services.gpu_worker.attention.loop_decode import LoopAttention  # only where there is numba
+
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
+    halves = every.repeat(2)[: rows * 32].view(rows, 2, 16)
+    rounded = LoopAttention().rounded(halves)
+    assert torch.equal(rounded.nan_to_num(7.0), halves.to(torch.bfloat16).nan_to_num(7.0))
+    assert torch.equal(rounded.isnan(), halves.isnan())
+
+
+@needs_loops
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_smp_02_what_is_not_finite_stays_so_and_in_its_row(broken: float, dtype: torch.dtype) -> None:
