@@ -13,10 +13,12 @@ import llvmlite.binding
 import torch
 from torch import Tensor
 
+from services.gpu_worker.attention.attended_parts import Parts
 from services.gpu_worker.attention.row_span import RowSpan
 from services.gpu_worker.cpu_loops.attention_loop import DECODE_ATTENTION
 from services.gpu_worker.cpu_loops.head_vectors import LANES
-from services.gpu_worker.cpu_loops.layer_loops import ROTATE_AND_WRITE, ROUND_HALVES
+from services.gpu_worker.cpu_loops.layer_loops import ROTATE_AND_WRITE
+from services.gpu_worker.cpu_loops.part_loops import JOIN_PARTS, ROUND_BY_HEAD, ROUND_HALVES
 from services.gpu_worker.cpu_loops.team import LARGE_WORK, TEAM, Team
 from services.gpu_worker.kv_cache import KvCache
 from services.gpu_worker.step_inputs import StepInputs
@@ -43,6 +45,25 @@ class LoopAttention:
         numbers = (out.data_ptr(), halves.data_ptr(), halves.numel() // LANES)
         self._team.run(ROUND_HALVES, array("q", numbers), halves.numel() >= LARGE_WORK)
         return out
+
+    def rounded_by_head(self, queries: Tensor) -> Tensor:
+        """What `attended_parts.by_head` makes of float32 queries, in bfloat16, before their heads are grouped."""
+        num_new, num_heads, dim = queries.shape
+        out = torch.empty(num_heads, num_new, dim, dtype=torch.bfloat16)
+        numbers = (out.data_ptr(), queries.data_ptr(), queries.stride(0), num_new, num_heads, dim)
+        self._team.run(ROUND_BY_HEAD, array("q", numbers), queries.numel() >= LARGE_WORK)
+        return out
+
+    def join(self, parts: Parts, out: Tensor) -> None:
+        """Writes `attended_parts.joined` to where it belongs; the parts are in bfloat16, `out` is contiguous."""
+        num_kv_heads, group, num_new, dim = parts.own.shape
+        places = [
+            number
+            for part in (parts.before, parts.before_sums, parts.own, parts.own_sums)
+            for number in (part.data_ptr(), *part.stride()[:3])
+        ]
+        numbers = (*places, out.data_ptr(), num_new, num_kv_heads, group, dim)
+        self._team.run(JOIN_PARTS, array("q", numbers), out.numel() >= LARGE_WORK)
 
     def decode(self, inputs: StepInputs, spans: Sequence[RowSpan], window: int | None, kv_cache: KvCache) -> LoopDecode:
         """Prepares attention of rows with few new tokens; see `LoopDecode`."""

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from services.gpu_worker.attention.attended_parts import attend_parts, by_head, joined
 from services.gpu_worker.attention.backend import rotate_then_write
-from services.gpu_worker.attention.row_span import RowSpan, additive_mask, attend_in_parts, attend_span, row_spans
+from services.gpu_worker.attention.row_span import RowSpan, additive_mask, attend_span, row_spans
 from services.gpu_worker.attention.sparse_decode import SparseDecode, has_sparse_products
 from services.gpu_worker.cpu_loops import loops_problem
 from services.gpu_worker.fp8 import is_fp8
@@ -134,8 +135,20 @@ class PagedCpuStep:
         for context in layout.contexts:
             tokens, dtype = context.span.tokens, context.dtype
             read_keys, read_values = (self._converted(context.read(pool), dtype) for pool in (keys, values))
-            attended[tokens] = context.attend(queries[tokens].to(dtype), read_keys, read_values)
+            if context.is_in_parts:
+                self._attend_in_parts(queries[tokens], read_keys, read_values, attended[tokens])
+            else:
+                attended[tokens] = attend_span(queries[tokens].to(dtype), read_keys, read_values, context.mask)
         return attended
+
+    def _attend_in_parts(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """Writes what `attend_span` returns of a context whose tokens all see what was computed before."""
+        loops, num_kv_heads = self._decoding_loops, keys.shape[1]
+        if loops is None:
+            out.copy_(joined(attend_parts(by_head(queries, num_kv_heads, keys.dtype), keys, values)))
+            return
+        heads = loops.rounded_by_head(queries)
+        loops.join(attend_parts(heads.view(num_kv_heads, -1, *heads.shape[1:]), keys, values), out)
 
     def _converted(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         """Keys or values in another dtype; from one half precision to the other torch goes number by number."""
@@ -195,12 +208,6 @@ class _Context:
     mask: Tensor | None
     slots: slice | Tensor
     is_in_parts: bool
-
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `attend_span`."""
-        if self.is_in_parts:
-            return attend_in_parts(queries, keys, values)
-        return attend_span(queries, keys, values, self.mask)
 
     def read(self, pool: Tensor) -> Tensor:
         """[length, num_kv_heads, head_dim] out of a layer's [num_slots, num_kv_heads, head_dim]: a view if possible."""

@@ -94,37 +94,3 @@ def attend_span(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | No
         by_head, shared_keys, shared_values, attn_mask=mask, is_causal=mask is None and num_new > 1
     )
     return attended.permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def attend_in_parts(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The same without a window, on a CPU: computed tokens first, the new ones next, joined by their weights' sums.
-
-    No mask is read for what all of them see, and the heads that share a key/value head go through it as one, so that
-    it is laid out for the product once. Results of the parts are rounded to the dtype of the queries before they are
-    joined.
-
-    Args:
-        queries: see `attend_span`; fewer than the keys.
-        keys: likewise.
-        values: likewise.
-    """
-    num_new, num_heads, head_dim = queries.shape
-    num_kv_heads, num_before = keys.shape[1], len(keys) - num_new
-    group = num_heads // num_kv_heads
-    by_head = queries.view(num_new, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    keys, values = keys.permute(1, 0, 2)[None], values.permute(1, 0, 2)[None]  # [1, num_kv_heads, length, head_dim]
-    together = by_head.reshape(1, num_kv_heads, group * num_new, head_dim)
-    before, before_sums = _attend_with_sums(
-        together, keys[:, :, :num_before], values[:, :, :num_before], is_causal=False
-    )
-    own_keys, own_values = (part[0, :, None, num_before:].expand(-1, group, -1, -1) for part in (keys, values))
-    own, own_sums = _attend_with_sums(by_head, own_keys, own_values, is_causal=True)
-    share = torch.sigmoid(before_sums.view(own_sums.shape) - own_sums)[..., None]  # of the computed tokens
-    joined = torch.lerp(own.to(torch.float32), before.view(own.shape).to(torch.float32), share)
-    return joined.permute(2, 0, 1, 3).flatten(1, 2)  # [num_new, num_heads, head_dim]
-
-
-def _attend_with_sums(queries: Tensor, keys: Tensor, values: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention of [a, b, n, head_dim], and the logarithms of its weights' sums: [a, b, n] float32."""
-    attended, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, is_causal)
-    return attended, sums

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from services.gpu_worker.cpu_loops.head_vectors import LANES, round_halves, store_halves
+from services.gpu_worker.cpu_loops.head_vectors import store_halves
 from services.gpu_worker.cpu_loops.jit import (
     Floats,
     bfloat16s,
@@ -105,15 +105,6 @@ def GATED_ROUNDED(pointer: Any) -> None:  # noqa: N802
         result = bfloat16s(out + 2 * i * width, width)
         for k in range(width):
             result[k] = rounded(_gated(widened(gate[k]), widened(up[k])))
-
-
-@loop
-def ROUND_HALVES(pointer: Any) -> None:  # noqa: N802
-    """Rounds [count * LANES] numbers of half precision to bfloat16."""
-    target, source, count = integers(pointer, 3)
-    first, end = share(count)
-    place = 2 * LANES * first
-    round_halves(target + place, source + place, LANES * (end - first))
 
 
 @compiled

@@ -18,13 +18,15 @@ from torch import Tensor
 from services.gpu_worker import attention as choice
 from services.gpu_worker import kernels
 from services.gpu_worker.attention import attention_for, attention_named
+from services.gpu_worker.attention.attended_parts import attend_parts, by_head, joined
 from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.attention.fastest import AttentionTask
 from services.gpu_worker.attention.paged_cpu import PagedCpuAttention
 from services.gpu_worker.attention.paged_cuda import PagedCudaAttention
 from services.gpu_worker.attention.reference import ReferenceAttention
-from services.gpu_worker.attention.row_span import RowSpan, additive_mask, attend_in_parts, attend_span
+from services.gpu_worker.attention.row_span import RowSpan, additive_mask, attend_span
 from services.gpu_worker.attention.sparse_decode import has_sparse_products
+from services.gpu_worker.cpu_loops import loops_problem
 from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.models.operators import PlainOperators
@@ -179,9 +181,31 @@ def test_computed_and_new_tokens_apart_are_attended_as_together(
     queries = 3 * torch.randn(num_new, 2 * group, head_dim, generator=generator)
     keys, values = 3 * torch.randn(2, num_before + num_new, 2, head_dim, generator=generator)
     mask = additive_mask(span, None, torch.float32, CPU)
-    torch.testing.assert_close(
-        attend_in_parts(queries, keys, values), attend_span(queries, keys, values, mask), atol=2e-5, rtol=2e-5
-    )
+    expected = attend_span(queries, keys, values, mask)
+    parts = attend_parts(by_head(queries, 2, torch.float32), keys, values)
+    torch.testing.assert_close(joined(parts), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.skipif(bool(loops_problem()), reason=str(loops_problem()))
+@pytest.mark.parametrize(
+    ("num_before", "num_new", "num_kv_heads", "group"), [(5, 1, 1, 1), (90, 40, 3, 3), (7, 300, 2, 4)]
+)
+def test_loops_round_and_join_parts_as_the_plain_way_does(
+    num_before: int, num_new: int, num_kv_heads: int, group: int
+) -> None:
+    from services.gpu_worker.attention.loop_decode import LoopAttention  # only where there is numba
+
+    generator = torch.Generator().manual_seed(num_new)
+    heads = 3 * torch.randn(num_new, num_kv_heads * group + 2, 32, generator=generator)
+    queries = heads[:, 1:-1]
+    keys, values = torch.randn(2, num_before + num_new, num_kv_heads, 32, generator=generator).to(torch.bfloat16)
+    loops = LoopAttention()
+    rounded = loops.rounded_by_head(queries).view(num_kv_heads, group, num_new, 32)
+    assert torch.equal(rounded, by_head(queries.contiguous(), num_kv_heads, torch.bfloat16))
+    parts = attend_parts(rounded, keys, values)
+    out = torch.full((num_new, num_kv_heads * group, 32), torch.nan)
+    loops.join(parts, out)
+    torch.testing.assert_close(out, joined(parts), atol=1e-5, rtol=1e-5)
 
 
 @settings(max_examples=60, deadline=None)
