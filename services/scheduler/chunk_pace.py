@@ -3,15 +3,38 @@
 A worker measures its chunk at the start, alone on a machine at rest. Beside decodes, and with the other processes at
 work, the same chunk takes longer. So the time of every step with prompt tokens corrects what one of them is thought to
 take: at once when it is longer, slowly when it is shorter, because one step that is late is what those who are being
-answered see. It never grows beyond the measured chunk, which the worker's memory is laid out for.
+answered see. The number of tokens never grows beyond the measured chunk, which the worker's memory is laid out for.
 
 It owns numbers only, and must never read a clock: times are the worker's own.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 LEAST_CHUNK = 64
 """Fewer tokens read all weights for so little that prompts take several times as long."""
+
+
+@dataclass(slots=True)
+class PromptBudget:
+    """What a step has left for prompts: so many tokens, and what they may cost.
+
+    `cost` is counted in tokens at the beginning of a prompt; one behind a context costs more, see
+    `CoreLimits.prompt_cost`.
+    """
+
+    tokens: int
+    cost: int
+
+    def __bool__(self) -> bool:
+        return self.tokens > 0 and self.cost > 0
+
+    @property
+    def most_at_beginning(self) -> int:
+        """Tokens that fit at the beginning of a prompt."""
+        return min(self.tokens, self.cost)
+
 
 _LONGER_WEIGHT = 0.5
 _SHORTER_WEIGHT = 0.2
@@ -33,14 +56,11 @@ class ChunkPace:
         self._decode_us = 0.0  # of the last step without prompt tokens
         self._num_decodes = 1
 
-    def budget(self, most: int) -> int:
-        """Prompt tokens that fit, were they at the beginning of a prompt: at most `most`, and `LEAST_CHUNK` of these.
-
-        Tokens behind a context count for more, see `CoreLimits.most_behind`.
-        """
+    def budget(self, most: int) -> PromptBudget:
+        """What fits into a step of at most so many prompt tokens; the cost of `LEAST_CHUNK` of them always does."""
         if not self._limit_us or most <= LEAST_CHUNK:
-            return most
-        return max(LEAST_CHUNK, min(most, int(self._limit_us / max(self._token_us, 1e-6))))
+            return PromptBudget(most, most)
+        return PromptBudget(most, max(LEAST_CHUNK, int(self._limit_us / max(self._token_us, 1e-6))))
 
     def on_step(self, step_us: int, num_decodes: int, num_prompt_tokens: int) -> None:
         """A step has ended.

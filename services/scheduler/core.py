@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from services.scheduler.admission import CoreLimits, check_fits
-from services.scheduler.chunk_pace import ChunkPace
+from services.scheduler.chunk_pace import ChunkPace, PromptBudget
 from services.scheduler.core_counters import CoreCounters
 from services.scheduler.kv_ledger import KvLedger
 from services.scheduler.lockstep import Lockstep
@@ -258,7 +258,7 @@ class Core:
             budget = self.pace.budget(self.limits.prefill_budget(draft.num_tokens))
             for request in prefills:
                 if request.state is RequestState.RUNNING and budget:
-                    budget = draft.add_chunk(request, budget, self.limits)
+                    draft.add_chunk(request, budget, self.limits)
             self._admit(draft, budget)
         if not draft.num_tokens and not self._owes_release:
             self._is_stalled = True
@@ -281,7 +281,7 @@ class Core:
 
     # ------------------------------------------------------------ admission
 
-    def _admit(self, draft: StepDraft, budget: int) -> None:
+    def _admit(self, draft: StepDraft, budget: PromptBudget) -> None:
         """Lets requests begin or resume while rows, tokens of the step and pages last."""
         if not (budget and self._rows.num_free and self.queues.num_admissible):
             return
@@ -289,14 +289,14 @@ class Core:
         while budget and self._rows.num_free and draft.has_room:
             request = self._next_to_admit()
             is_alone = not self.queues.running
-            if request is None or not self.reservations.admit(request, budget, num_reserved, is_alone):
+            if request is None or not self.reservations.admit(request, budget.tokens, num_reserved, is_alone):
                 break
             if request.state is RequestState.WAITING:
                 self._count_admission(request)
             self.queues.move(request, RequestState.RUNNING)
             request.row = self._rows.take()
             draft.add_new_row(request)
-            budget = draft.add_chunk(request, budget, self.limits)
+            draft.add_chunk(request, budget, self.limits)
             num_reserved += self.reservations.expected_growth(request)
         if draft.new_requests:
             self.queues.waiting.count_pass()

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TypeAlias
 
 from services.scheduler.admission import CoreLimits
-from services.scheduler.chunk_pace import LEAST_CHUNK
+from services.scheduler.chunk_pace import LEAST_CHUNK, PromptBudget
 from services.scheduler.formation import March
 from services.scheduler.radix_cache import TOKEN_BYTES
 from services.scheduler.request import Request
@@ -122,19 +122,19 @@ class StepDraft:
         self.counts[place] += num_ids
         self.num_tokens += num_ids
 
-    def add_chunk(self, request: Request, budget: int, limits: CoreLimits) -> int:
-        """Adds as many of its next tokens as the budget allows; what is left of it."""
+    def add_chunk(self, request: Request, budget: PromptBudget, limits: CoreLimits) -> None:
+        """Adds as many of its next tokens as the budget allows, and takes them off it."""
         context = request.num_planned
-        most = limits.most_behind(context, budget)
+        most = min(budget.tokens, limits.most_behind(context, budget.cost))
         is_cut = most < request.num_expected - context
         if is_cut and limits.chunk_limit_us and most >= LEAST_CHUNK:
             most -= (self.num_tokens + most) % _TILE_TOKENS
         num_new_tokens = self._add_most(request, most)
         self.num_prompt_tokens += num_new_tokens
         self.prompt_cost += limits.prompt_cost(num_new_tokens, context)
-        if is_cut and num_new_tokens == most:
-            return 0
-        return limits.budget_after(budget, context, num_new_tokens)
+        budget.tokens -= num_new_tokens
+        is_full = is_cut and num_new_tokens == most
+        budget.cost = 0 if is_full else limits.budget_after(budget.cost, context, num_new_tokens)
 
     def _add_most(self, request: Request, most: int) -> int:
         """Adds at most so many of its next tokens; returns how many, 0 when the step is full of such rows."""

@@ -18,55 +18,68 @@ MEASURED = (600, 300_000.0, 300_000.0)
 """Tokens of the chunk, microseconds that it took, and that one may take."""
 
 
+def most(pace: ChunkPace, limit: int) -> int:
+    """Tokens that fit at the beginning of a prompt."""
+    return pace.budget(limit).most_at_beginning
+
+
 def test_a_pace_that_was_measured_right_stays() -> None:
     pace = ChunkPace(*MEASURED)
-    assert (pace.budget(600), pace.budget(1000), pace.budget(200)) == (600, 600, 200)
+    assert (most(pace, 600), most(pace, 1000), most(pace, 200)) == (600, 600, 200)
     for _ in range(5):
         pace.on_step(300_000, 0, 600)
-    assert pace.budget(1000) == 600
+    assert most(pace, 1000) == 600
+
+
+def test_a_faster_pace_than_measured_pays_for_context_and_never_for_more_tokens() -> None:
+    pace = ChunkPace(*MEASURED)
+    for _ in range(40):
+        pace.on_step(150_000, 0, 600)
+    assert (pace.budget(600).tokens, most(pace, 600)) == (600, 600)
+    assert 1190 < pace.budget(600).cost <= 1200
 
 
 def test_longer_steps_count_at_once_and_shorter_ones_slowly() -> None:
     pace = ChunkPace(*MEASURED)
     pace.on_step(600_000, 0, 600)
-    assert pace.budget(600) == 400
+    assert most(pace, 600) == 400
     pace.on_step(200_000, 0, 400)
-    assert pace.budget(600) == 428
+    assert most(pace, 600) == 428
     for _ in range(60):
-        pace.on_step(pace.budget(600) * 500, 0, pace.budget(600))
-    assert 590 < pace.budget(600) <= 600
+        pace.on_step(most(pace, 600) * 500, 0, most(pace, 600))
+    assert 590 < most(pace, 600) <= 600
 
 
 def test_what_decodes_take_by_themselves_is_not_the_prompts() -> None:
     pace = ChunkPace(*MEASURED)
     pace.on_step(100_000, 20, 0)
     pace.on_step(400_000, 20, 600)
-    assert pace.budget(600) == 600
+    assert most(pace, 600) == 600
     pace.on_step(350_000, 10, 600)  # half as many: half the time
-    assert pace.budget(600) == 600
+    assert most(pace, 600) == 600
     pace.on_step(400_000, 10, 600)
-    assert 500 < pace.budget(600) < 600
+    assert 500 < most(pace, 600) < 600
 
 
 def test_neither_a_small_chunk_nor_a_step_that_stood_still_says_much() -> None:
     pace = ChunkPace(*MEASURED)
     pace.on_step(300_000, 8, LEAST_CHUNK - 1)
-    assert pace.budget(600) == 600
+    assert most(pace, 600) == 600
     pace.on_step(60_000_000, 0, 600)
-    assert pace.budget(600) == 240  # a step four times as long, half of which is believed
+    assert most(pace, 600) == 240  # a step four times as long, half of which is believed
 
 
 def test_a_chunk_never_becomes_smaller_than_is_worth_it() -> None:
     pace = ChunkPace(*MEASURED)
     for _ in range(10):
         pace.on_step(60_000_000, 0, 600)
-    assert (pace.budget(600), pace.budget(40)) == (LEAST_CHUNK, 40)
+    assert (most(pace, 600), most(pace, 40)) == (LEAST_CHUNK, 40)
 
 
 def test_without_a_limit_chunks_are_as_they_are() -> None:
     pace = ChunkPace(600, 300_000.0, 0)
     pace.on_step(60_000_000, 0, 600)
-    assert pace.budget(600) == 600
+    assert most(pace, 600) == 600
 
 
 steps = st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 300), st.integers(0, 2**20))
@@ -74,12 +87,12 @@ steps = st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 300), st.integers(0,
 
 @given(st.tuples(st.integers(0, 8192), st.floats(0, 1e7), st.floats(0, 1e6)), st.lists(steps), st.integers(0, 9000))
 def test_whatever_is_seen_a_budget_is_within_its_bounds(
-    measured: tuple[int, float, float], seen: list[tuple[int, int, int]], most: int
+    measured: tuple[int, float, float], seen: list[tuple[int, int, int]], limit: int
 ) -> None:
     pace = ChunkPace(*measured)
     for step in seen:
         pace.on_step(*step)
-        assert min(most, LEAST_CHUNK) <= pace.budget(most) <= most
+        assert min(limit, LEAST_CHUNK) <= most(pace, limit) <= limit
 
 
 @pytest.mark.parametrize("chunk_context", [0, 500])
