@@ -46,6 +46,8 @@ def bench_kernels(settings: Settings, arguments: Sequence[str]) -> None:
     place = Place(config, device, choose_dtype(settings) or default_dtype(config, device))
     tell_machine(measure_machine(device, device_name(device), product_dtype(settings, device, place.dtype)))
     for case in _cases(place, settings.page_size, options.rows, options.contexts):
+        at = f", {case.context} tokens of context" if case.context else ""
+        tell(now=f"{case.kernel}, {case.form}, {case.rows} rows{at}")
         seconds = median(run_times_s(device, case.run, options.seconds))
         tell(
             row={
