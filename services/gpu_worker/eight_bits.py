@@ -15,15 +15,13 @@ from services.runtime.service import StartError
 _LEAST_CAPABILITY = (8, 9)  # of devices that convert these numbers and multiply them
 
 
-def check_fp8_weights(settings: Settings, device: torch.device, config: ModelConfig, dtype: torch.dtype) -> None:
-    """Refuses `--quantization fp8` where it does not go.
+def check_fp8_weights(device: torch.device, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Refuses `--quantization fp8` where it does not go; `dtype`: of the model.
 
     Raises:
         StartError: names what is in the way.
     """
     flag = "--quantization fp8"
-    if settings.numerics == "exact":
-        raise StartError(f"--numerics exact computes in float32: {flag} goes with --numerics fast")
     if device.type != "cuda":
         raise StartError(f"{flag} needs a CUDA device that multiplies such numbers, not a CPU")
     require_capability(flag, device)
@@ -34,13 +32,10 @@ def check_fp8_weights(settings: Settings, device: torch.device, config: ModelCon
 
 
 def fp8_forms(
-    settings: Settings, config: ModelConfig, device: torch.device, dtype: torch.dtype, pump: Callable[[], None]
+    settings: Settings, config: ModelConfig, device: torch.device, pump: Callable[[], None]
 ) -> Fp8Forms | None:
-    """What becomes of a model's matrices under `--quantization fp8`, None without it; see `check_fp8_weights`."""
-    if settings.quantization != "fp8":
-        return None
-    check_fp8_weights(settings, device, config, dtype)
-    return Fp8Forms(config, rounding_for(device), pump)
+    """What becomes of a model's matrices under `--quantization fp8`, where that goes; None without it."""
+    return Fp8Forms(config, rounding_for(device), pump) if settings.quantization == "fp8" else None
 
 
 def multiplies_fp8(device: torch.device) -> bool:

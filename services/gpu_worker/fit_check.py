@@ -16,27 +16,21 @@ from dataclasses import dataclass
 
 import torch
 
+from services.gpu_worker.choices import Choices, UnfitSettingError, choose, is_laid_out
 from services.gpu_worker.eight_bits import fp8_forms
 from services.gpu_worker.host_limits import available_memory_bytes, num_cores, total_memory_bytes
-from services.gpu_worker.integer_weights import check_rounding, rounded
+from services.gpu_worker.integer_weights import rounded
 from services.gpu_worker.kv_cache import KvCacheShape
-from services.gpu_worker.kv_dtype import choose_kv_dtype
 from services.gpu_worker.memory import MemoryState, pool_size
 from services.gpu_worker.models.checkpoint_layout import allocate_weights, placements
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.models.parse_config import parse_model_config
-from services.gpu_worker.parallel.shards import Shard, split_model
 from services.gpu_worker.process_set_up import choose_device
-from services.gpu_worker.start_up import (
-    choose_context,
-    choose_dtype,
-    forms_of,
-    is_laid_out,
-    token_budget,
-)
-from services.gpu_worker.weights import check_model, default_dtype, grids_in, laid_out_bytes
+from services.gpu_worker.start_up import forms_of
+from services.gpu_worker.weights import check_model, grids_in, laid_out_bytes
 from services.model_files.errors import ModelFileError
 from services.model_files.source import open_model
+from services.runtime.capacity import asked_step_tokens
 from services.runtime.config import Settings, SettingsError, load_settings
 from services.runtime.service import StartError
 
@@ -94,27 +88,12 @@ def fit(settings: Settings, device: torch.device, host: Machine, is_config_only:
     except ModelFileError as error:
         return Fit(problem=str(error), remedy="choose a model of a supported family, or fetch its files again")
     try:
-        context = choose_context(settings, config)
-    except StartError as error:
-        remedy = f"set --max-model-len {config.max_position_embeddings} or less, or leave it out"
-        return Fit(problem=str(error), remedy=remedy)
-    try:
-        dtype = choose_dtype(settings) or default_dtype(config, device)
-    except StartError as error:
-        return Fit(problem=str(error), remedy="leave --dtype out, or set --numerics fast")
-    try:
-        shard = split_model(config, 0, max(1, settings.tp_size))
-    except StartError as error:
-        return Fit(problem=str(error), remedy="set a lower --tp-size")
-    try:
-        kv_dtype = choose_kv_dtype(settings, device, dtype, config.head_dim)
-        shape = _page_shape(settings, shard.config, kv_dtype)
-        check_rounding(settings, device)
-        eight = fp8_forms(settings, config, device, dtype, lambda: None)
-    except StartError as error:
-        return Fit(problem=str(error), remedy="leave --quantization and --kv-cache-dtype out, or run where they go")
-    sizes = _sizes(settings, shard, dtype, shape, token_budget(settings, _USUAL_CHUNK_TOKENS[device.type], context))
-    sizes = dataclasses.replace(sizes, context=context)
+        choices = choose(settings, config, device, 0, max(1, settings.tp_size))
+    except UnfitSettingError as error:
+        return Fit(problem=str(error), remedy=error.remedy)
+    shard, dtype, shape, context = choices.shard, choices.dtype, choices.shape, choices.max_model_len
+    sizes = dataclasses.replace(_sizes(settings, choices), context=context)
+    eight = fp8_forms(settings, shard.layout, device, lambda: None)
     if eight is not None:
         sizes = dataclasses.replace(sizes, weight_bytes=laid_out_bytes(shard.layout, eight, dtype=dtype))
     elif is_laid_out(settings, device):
@@ -163,16 +142,19 @@ def _for_pool(settings: Settings, memory: MemoryState, shape: KvCacheShape) -> s
     return smaller if settings.kv_cache_tokens else f"raise --mem-fraction-static, {smaller}"
 
 
-def _sizes(settings: Settings, shard: Shard, dtype: torch.dtype, shape: KvCacheShape, num_step_tokens: int) -> Fit:
-    config, weights = shard.config, allocate_weights(shard.layout, dtype, torch.device("meta"))
+def _sizes(settings: Settings, choices: Choices) -> Fit:
+    shard, dtype = choices.shard, choices.dtype
+    weights = allocate_weights(shard.layout, dtype, torch.device("meta"))
     num_weights = sum(item.target.numel() for item in placements(shard.layout, weights))
+    usual_chunk = _USUAL_CHUNK_TOKENS[choices.attention.device.type]
+    num_step_tokens = asked_step_tokens(settings, usual_chunk, choices.max_model_len)
     return Fit(
-        model_type=config.model_type,
+        model_type=shard.config.model_type,
         dtype=str(dtype).removeprefix("torch."),
         num_weights=num_weights,
         weight_bytes=num_weights * dtype.itemsize,
-        kv_bytes_per_token=shape.bytes_per_page // settings.page_size,
-        activation_bytes=activation_bytes(settings, config, dtype, num_step_tokens),
+        kv_bytes_per_token=choices.shape.bytes_per_page // settings.page_size,
+        activation_bytes=activation_bytes(settings, shard.config, dtype, num_step_tokens),
     )
 
 
@@ -185,10 +167,6 @@ def activation_bytes(settings: Settings, config: ModelConfig, dtype: torch.dtype
     per_token = (4 * config.hidden_size + 2 * attention + width) * dtype.itemsize
     rows = min(num_tokens, settings.max_running_requests)
     return num_tokens * per_token + _LOGITS_COPIES * 4 * rows * config.vocab_size
-
-
-def _page_shape(settings: Settings, config: ModelConfig, dtype: torch.dtype) -> KvCacheShape:
-    return KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, dtype)
 
 
 def main(arguments: list[str]) -> int:

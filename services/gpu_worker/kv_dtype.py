@@ -24,15 +24,13 @@ def choose_kv_dtype(settings: Settings, device: torch.device, dtype: torch.dtype
         head_dim: of the model.
 
     Raises:
-        StartError: what was asked for does not go with the other settings, or not with this device.
+        StartError: what was asked for does not go with this model or this device.
     """
-    name, is_exact = settings.kv_cache_dtype, settings.numerics == "exact"
+    name = settings.kv_cache_dtype
     flag = f"--kv-cache-dtype {name}"
     takes_halves = device.type == "cpu" and dtype == torch.float32 and reads_halves(head_dim)
     if name == "auto":
-        return torch.float16 if takes_halves and not is_exact else dtype
-    if is_exact and name != "float32":
-        raise StartError(f"--numerics exact computes in float32: {flag} goes with --numerics fast")
+        return torch.float16 if takes_halves and settings.numerics == "fast" else dtype
     if name in _OTHERS:
         if _OTHERS[name] == dtype or (name == "float16" and takes_halves):
             return _OTHERS[name]

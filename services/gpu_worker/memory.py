@@ -17,6 +17,7 @@ import torch
 
 from services.gpu_worker.host_limits import available_memory_bytes, peak_growth_bytes, total_memory_bytes
 from services.gpu_worker.kv_cache import KvCacheShape
+from services.runtime.capacity import asked_pool_tokens
 from services.runtime.config import Settings
 from services.runtime.service import StartError
 
@@ -96,7 +97,7 @@ def pool_size(memory: MemoryState, shape: KvCacheShape, settings: Settings, max_
     """
     page_bytes = shape.bytes_per_page
     if settings.kv_cache_tokens:
-        num_pages = -(-settings.kv_cache_tokens // shape.page_size)
+        num_pages = asked_pool_tokens(settings) // shape.page_size
         if num_pages * page_bytes > memory.most_for_pool:
             raise StartError(
                 f"--kv-cache-tokens {settings.kv_cache_tokens} takes {_size(num_pages * page_bytes)}, but "
@@ -113,6 +114,17 @@ def pool_size(memory: MemoryState, shape: KvCacheShape, settings: Settings, max_
                 f"({_left(memory)}); a smaller model, a higher --mem-fraction-static or --kv-cache-tokens may help"
             )
     return PoolSize(num_pages, _table(memory, shape, num_pages))
+
+
+def shortage(num_tokens: int, settings: Settings, max_model_len: int) -> str:
+    """What to tell of a pool of so many tokens that holds less than the longest request; "" where it holds it."""
+    if num_tokens >= max_model_len:
+        return ""
+    more = "raise --kv-cache-tokens" if settings.kv_cache_tokens else "free memory for the pool"
+    return (
+        f"the KV pool holds {num_tokens:,} tokens, less than the context of {max_model_len:,}: no prompt and "
+        f"answer can be longer ({more}, or set --max-model-len {num_tokens})"
+    )
 
 
 def _share(memory: MemoryState, settings: Settings) -> int:

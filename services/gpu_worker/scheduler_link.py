@@ -118,6 +118,14 @@ class SchedulerLink:
         self.num_refused += 1
         logger.warning("dropped %s from the scheduler", what)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the scheduler is gone: nothing will come from it, and its last words may be lost with it.
+
+        One that is there has room for what waits for it, which is never more than a few results.
+        """
+        return not zmq.zmq_poll([(self.port.socket, zmq.POLLOUT)], 0)
+
     def close(self, is_friendly: bool) -> None:
         """Closes the socket; a friendly end says goodbye first."""
         if is_friendly and self.session.is_welcome:

@@ -118,7 +118,7 @@ class WorkerService:
                 self._instruments.count(pending.plan, result)
 
     def _is_done(self, now_s: float) -> bool:
-        """Whether to leave: told to stop, and the scheduler knows and nothing is held, or the time to drain is over."""
+        """Whether to leave: told to stop and done, as the scheduler knows; or that is gone, or time is over."""
         if not self._process.is_stopping:
             return False
         if self._drain_deadline_s is None:
@@ -129,7 +129,7 @@ class WorkerService:
         if self._pending:
             return False
         session = self._link.session
-        if now_s >= self._drain_deadline_s or not session.is_welcome:
+        if now_s >= self._drain_deadline_s or not session.is_welcome or self._link.is_alone:
             return True
         if self._plans or self._worker.state.num_held:
             return False

@@ -17,10 +17,10 @@ import torch
 from services.gpu_worker.attention import attention_named
 from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.attention.fastest import AttentionTask
+from services.gpu_worker.choices import Choices, choose, is_laid_out, product_dtype
 from services.gpu_worker.decode_graphs import GraphLimits
 from services.gpu_worker.dummy_weights import dummy_model
 from services.gpu_worker.eight_bits import fp8_forms
-from services.gpu_worker.fp8 import E4M3
 from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.grammar_compiler import GrammarCompiler
 from services.gpu_worker.grammar_process import ChildSpec
@@ -28,15 +28,13 @@ from services.gpu_worker.grammar_rows import GrammarRows
 from services.gpu_worker.graph_warm_up import graph_device, record_decode_layers, record_graphs
 from services.gpu_worker.held_rows import WorkerSizes
 from services.gpu_worker.host_limits import stored_bytes_read
-from services.gpu_worker.integer_weights import check_rounding, rounded
+from services.gpu_worker.integer_weights import rounded
 from services.gpu_worker.kernels import triton_problem, with_fast_experts
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
-from services.gpu_worker.kv_dtype import choose_kv_dtype
 from services.gpu_worker.largest_step import run_largest_step
 from services.gpu_worker.load_progress import LoadProgress
-from services.gpu_worker.memory import MemoryState, measure_memory, pool_size
+from services.gpu_worker.memory import MemoryState, measure_memory, pool_size, shortage
 from services.gpu_worker.model_runner import ModelRunner
-from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.models.operators import Operators
 from services.gpu_worker.models.parse_config import parse_model_config
 from services.gpu_worker.parallel.agreement import agreed_pages, facts_of
@@ -45,22 +43,20 @@ from services.gpu_worker.parallel.shard_runner import LeadingRunner, ShardRunner
 from services.gpu_worker.parallel.shards import split_model
 from services.gpu_worker.process_set_up import set_up_process
 from services.gpu_worker.products.forms import CpuForms
-from services.gpu_worker.products.kernels import has_fast_bfloat16
 from services.gpu_worker.roofline import Loaded, Roofline, measure_machine
 from services.gpu_worker.step_cost import ModelCost
 from services.gpu_worker.step_launcher import StepLauncher
 from services.gpu_worker.warm_up import WarmUp, chunk_limit_s, warm_up
-from services.gpu_worker.weights import RunnableModel, default_dtype, load_laid_out, load_model
+from services.gpu_worker.weights import RunnableModel, load_laid_out, load_model
 from services.gpu_worker.worker_state import WorkerState
 from services.model_files.digest import model_digest
 from services.model_files.errors import ModelFileError
-from services.model_files.source import open_model
+from services.model_files.source import ModelFiles, open_model
+from services.runtime.capacity import asked_step_tokens
 from services.runtime.config import Settings
 from services.runtime.service import StartError
 from services.wire.members import WorkerCard
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WHOLE_PROMPTS = -1
 _MAX_MEASURED_S = 1.0  # the largest step may take so long while its memory is measured on a CPU
 
 logger = logging.getLogger(__name__)
@@ -175,76 +171,41 @@ def start_up(settings: Settings, pump: Callable[[], None], group: RankGroup | No
 def load_parts(settings: Settings, pump: Callable[[], None], group: RankGroup | None) -> ModelParts:
     """Loads a model, or this rank's part of it, and agrees with the other ranks that they have the same one."""
     device = set_up_process(settings) if group is None else group.device
-    check_rounding(settings, device)
-    model, digest, loaded = _load(settings, device, pump, group)
-    config, dtype = model.config, model.weights.embedding.dtype
-    kv_dtype = choose_kv_dtype(settings, device, dtype, config.head_dim)
-    shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, kv_dtype)
+    rank, size = (0, 1) if group is None else (group.place.rank, group.place.size)
+    try:
+        files = open_model(settings.model)
+        choices = choose(settings, parse_model_config(files), device, rank, size)
+        model, loaded = _load(settings, files, choices, pump)
+        digest = model_digest(files)
+    except ModelFileError as error:
+        raise StartError(str(error)) from error
     if group is not None:
-        group.agree(facts_of(settings, digest, device, dtype), pump)
-    rounds_prompts = product_dtype(settings, device, dtype) == torch.bfloat16
+        group.agree(facts_of(settings, digest, device, choices.dtype), pump)
     return ModelParts(
         model=replace(model, weights=with_fast_experts(model.weights, device)),
         loaded=loaded,
         digest=digest,
         device=device,
-        attention=_attention(settings, AttentionTask(device, dtype, shape, config.num_heads, rounds_prompts)),
+        attention=_attention(settings, choices.attention),
         operators=operators_for(device),
-        shape=shape,
-        max_model_len=choose_context(settings, config),
+        shape=choices.shape,
+        max_model_len=choices.max_model_len,
         group=group,
     )
 
 
 def _num_pages(parts: ModelParts, memory: MemoryState, settings: Settings) -> int:
-    """Of the pool."""
+    """Of the pool; a warning where the longest request does not fit in."""
     if parts.group is not None:
-        return agreed_pages(parts.group, memory, parts.shape, settings, parts.max_model_len)
-    pool = pool_size(memory, parts.shape, settings, parts.max_model_len)
-    for line in pool.lines:
-        logger.info(line)
-    return pool.num_pages
-
-
-def choose_context(settings: Settings, config: ModelConfig) -> int:
-    """Most tokens of a request; StartError when more is set than the model was made for."""
-    if settings.max_model_len > config.max_position_embeddings:
-        raise StartError(
-            f"--max-model-len {settings.max_model_len} is more than the {config.max_position_embeddings} positions "
-            "that the model was made for"
-        )
-    return settings.max_model_len or config.max_position_embeddings
-
-
-def token_budget(settings: Settings, chunk_tokens: int, max_model_len: int) -> int:
-    """Most tokens of a step, as the scheduler will compute it too."""
-    chunk = settings.chunked_prefill_size or chunk_tokens
-    if chunk == _WHOLE_PROMPTS:
-        chunk = min(max_model_len, settings.kv_cache_tokens or max_model_len)
-    return settings.max_num_batched_tokens or chunk + settings.max_running_requests
-
-
-def choose_dtype(settings: Settings) -> torch.dtype | None:
-    """What weights and activations are in; None: the device's own default. StartError when the settings disagree."""
-    dtype = DTYPES.get(settings.dtype)
-    if settings.numerics != "exact":
-        return dtype
-    if dtype not in (None, torch.float32):
-        raise StartError(f"--numerics exact computes in float32: --dtype {settings.dtype} goes with --numerics fast")
-    return torch.float32
-
-
-def is_laid_out(settings: Settings, device: torch.device) -> bool:
-    """Whether matrices are kept in forms of this machine's own: on a CPU, unless half precision was asked for."""
-    return device.type == "cpu" and choose_dtype(settings) in (None, torch.float32)
-
-
-def product_dtype(settings: Settings, device: torch.device, weights: torch.dtype) -> torch.dtype:
-    """What most products are computed in, where weights that are not quantized are in this dtype."""
-    if settings.quantization == "fp8":
-        return E4M3
-    may_round = is_laid_out(settings, device) and settings.numerics == "fast"
-    return torch.bfloat16 if may_round and has_fast_bfloat16() else weights
+        num_pages = agreed_pages(parts.group, memory, parts.shape, settings, parts.max_model_len)
+    else:
+        pool = pool_size(memory, parts.shape, settings, parts.max_model_len)
+        for line in pool.lines:
+            logger.info(line)
+        num_pages = pool.num_pages
+    if short := shortage(num_pages * settings.page_size, settings, parts.max_model_len):
+        logger.warning(short)
+    return num_pages
 
 
 def forms_of(settings: Settings, pump: Callable[[], None] = lambda: None) -> CpuForms:
@@ -253,21 +214,19 @@ def forms_of(settings: Settings, pump: Callable[[], None] = lambda: None) -> Cpu
 
 
 def _load(
-    settings: Settings, device: torch.device, pump: Callable[[], None], group: RankGroup | None
-) -> tuple[RunnableModel, str, Loaded]:
-    """The model or this rank's part of it, what tells its files from another's, and how it came."""
-    dtype, stored = choose_dtype(settings), stored_bytes_read()
-    rank, size = (0, 1) if group is None else (group.place.rank, group.place.size)
-    split = functools.partial(split_model, rank=rank, size=size)
+    settings: Settings, files: ModelFiles, choices: Choices, pump: Callable[[], None]
+) -> tuple[RunnableModel, Loaded]:
+    """The model or this rank's part of it, and how it came."""
+    device, shard = choices.attention.device, choices.shard
+    split = functools.partial(split_model, rank=shard.rank, size=shard.size)
+    stored = stored_bytes_read()
+    forms = rounded(forms_of(settings, pump), settings, shard.layout, pump)
+    eight = fp8_forms(settings, shard.layout, device, pump)
     try:
-        files = open_model(settings.model)
-        config = parse_model_config(files)
-        forms = rounded(forms_of(settings, pump), settings, split(config).layout, pump)
-        eight = fp8_forms(settings, config, device, dtype or default_dtype(config, device), pump)
         with LoadProgress(files.path.name, pump) as progress:
             if settings.load_format == "dummy":
                 logger.warning("--load-format dummy: random weights, answers mean nothing")
-                plain = dummy_model(files, device, dtype, split)
+                plain = dummy_model(files, device, choices.dtype, split)
                 weights = plain.weights if eight is None else eight.of_all(plain.weights)
                 model = RunnableModel(plain.config, weights, plain.report)
             elif eight is not None:
@@ -275,20 +234,17 @@ def _load(
             elif is_laid_out(settings, device):
                 model = load_laid_out(files, forms, progress, split=split)
             else:
-                plain = load_model(files, device, dtype, progress, split)
+                plain = load_model(files, device, choices.dtype, progress, split)
                 model = RunnableModel(plain.config, plain.weights, plain.report)
-        loaded = Loaded(model.report, None if stored is None else (stored_bytes_read() or 0) - stored)
-        digest = model_digest(files)
-    except ModelFileError as error:
-        raise StartError(str(error)) from error
     except torch.OutOfMemoryError as error:
         raise StartError(f"{settings.model}: the weights do not fit on {device_name(device)}") from error
+    loaded = Loaded(model.report, None if stored is None else (stored_bytes_read() or 0) - stored)
     _log_load(files.path, model, loaded, device)
     if eight is not None:
         logger.info("quantization fp8: %s", eight.description)
     elif is_laid_out(settings, device):
         logger.info("numerics %s: %s", settings.numerics, forms.description)
-    return model, digest, loaded
+    return model, loaded
 
 
 def _log_load(path: Path, model: RunnableModel, loaded: Loaded, device: torch.device) -> None:
@@ -307,10 +263,7 @@ def _log_load(path: Path, model: RunnableModel, loaded: Loaded, device: torch.de
 
 def _attention(settings: Settings, task: AttentionTask) -> AttentionBackend:
     name = settings.attention_backend
-    try:
-        attention = attention_named(name, task)
-    except ValueError as error:
-        raise StartError(f"--attention-backend {name}: {error}") from error
+    attention = attention_named(name, task)
     if task.device.type == "cuda" and name == "auto" and (problem := triton_problem()):
         logger.warning("CUDA kernels: none of our own, steps will be slow: %s", problem)
     logger.info("attention: %s, %d CPU threads", type(attention).__name__, torch.get_num_threads())
@@ -322,7 +275,7 @@ def _measure(
 ) -> MemoryState:
     """Runs the largest step, or on a slow CPU as much of it as runs in a second, and scales what it took."""
     device = runner.kv_cache.keys.device
-    budget = token_budget(settings, measured.chunk_tokens, max_model_len)
+    budget = asked_step_tokens(settings, measured.chunk_tokens, max_model_len)
     most_tokens = int(measured.tokens_per_s * _MAX_MEASURED_S) if device.type == "cpu" else budget
     num_tokens = max(1, min(budget, most_tokens))
     num_verified = 0 if settings.speculation == "off" else settings.speculation_step_tokens

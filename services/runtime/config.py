@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.runtime.setting_conflicts import contradiction
+from services.runtime.setting_ranges import RANGES
+
 _ENVIRONMENT_PREFIX = "TOKENWAY_"
 _INSTANCE_NAME = re.compile(r"[A-Za-z0-9._-]{0,64}")  # it becomes part of a file name and of a routing id
 
@@ -167,8 +170,8 @@ class Settings:
     trace_ring: int = setting(1024, "ended requests that a tokenizer process keeps for /trace")
 
     def __post_init__(self) -> None:
-        """Checks ranges; SettingsError names the setting."""
-        for name, low, high in _RANGES:
+        """Refuses values out of range and settings that contradict each other; SettingsError names them."""
+        for name, low, high in RANGES:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise SettingsError(f"{_flag(name)} must be between {low} and {high}, not {value}")
@@ -180,6 +183,8 @@ class Settings:
             raise SettingsError("--model must not be empty: a folder, a GGUF file, an alias or a hub name")
         if not _INSTANCE_NAME.fullmatch(self.instance):
             raise SettingsError(f"--instance must be at most 64 letters, digits, `._-`, not {self.instance!r}")
+        if problem := contradiction(self):
+            raise SettingsError(problem)
 
     def without_secrets(self) -> Settings:
         """The same settings for a process that has no use for keys."""
@@ -194,56 +199,6 @@ class Settings:
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         }
-
-
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("max_model_len", 0, 2**24),
-    ("port", 0, 65535),
-    ("max_body_bytes", 1024, 2**30),
-    ("max_choices", 1, 128),
-    ("max_prompts", 1, 2**16),
-    ("max_messages", 1, 2**20),
-    ("max_stop_strings", 0, 64),
-    ("max_stop_bytes", 1, 4096),
-    ("max_logprobs", 0, 20),
-    ("max_logit_bias", 0, 2**20),
-    ("max_headers", 1, 1024),
-    ("max_header_bytes", 1, 2**20),
-    ("max_head_bytes", 1, 2**20),
-    ("max_connections", 0, 2**20),
-    ("max_connections_per_address", 0, 2**20),
-    ("control_port", 0, 65535),
-    ("max_requests_per_key", 0, 2**20),
-    ("max_tokens_per_minute", 0, 2**31 - 1),
-    ("trace_ring", 1, 2**20),
-    ("head_timeout_s", 0.1, 3600),
-    ("body_timeout_s", 0.1, 3600),
-    ("write_timeout_s", 0.1, 86400),
-    ("num_tokenizers", 1, 64),
-    ("num_detokenizers", 1, 64),
-    ("dp_size", 1, 64),
-    ("dp_rank", 0, 63),
-    ("tp_size", 0, 64),
-    ("drain_timeout_s", 0, 86400),
-    ("page_size", 1, 1024),
-    ("kv_cache_tokens", 0, 2**31 - 1),
-    ("mem_fraction_static", 0.01, 1.0),
-    ("max_running_requests", 1, 8192),
-    ("max_queued_requests", 0, 2**20),
-    ("max_num_batched_tokens", 0, 2**20),
-    ("chunked_prefill_size", -1, 2**20),
-    ("plans_ahead", 0, 4),
-    ("speculation_tokens", 1, 16),
-    ("speculation_min_match", 1, 16),
-    ("speculation_step_tokens", 2, 8192),
-    ("max_schema_bytes", 64, 2**20),
-    ("max_schema_properties", 0, 2**20),
-    ("max_schema_depth", 1, 100),
-    ("grammar_timeout_s", 0.05, 3600),
-    ("grammar_memory_mb", 64, 2**20),
-    ("num_threads", 0, 1024),
-    ("cpu_copies_gb", 0.0, 4096.0),
-)
 
 
 SECRETS = tuple(field.name for field in dataclasses.fields(Settings) if field.metadata["is_secret"])

@@ -40,6 +40,7 @@ EXIT_FAILURE = 1
 EXIT_BAD_START = 2  # settings, model files, endpoints: starting again will not help
 HURRY_SIGNAL = signal.SIGUSR1  # from the launcher: end what is open with an error now, do not drain
 LOSS_SIGNAL = signal.SIGUSR2  # the same, because a process of the group has died
+ONE_STOP_S = 1.0  # signals of a kind within this time are one: sent by several at once, or passed on
 BAD_START_MARK = b"tokenway "  # begins the one line on standard error that tells why a process cannot start
 _PR_SET_PDEATHSIG = 1
 
@@ -162,9 +163,11 @@ def _host_and_port(endpoint: str) -> tuple[str, int]:
 def run_service(role: Role, main: Callable[[Process], None]) -> None:
     """Runs one process and ends it with a status: 0 when `main` returned, 1 when it failed, 2 when it could not start.
 
-    SIGTERM and SIGINT set `is_stopping`; a second one of the same kind ends the process at once (of the same kind,
-    because Ctrl-C reaches every process of a terminal, and their parent then sends SIGTERM). HURRY_SIGNAL and
-    LOSS_SIGNAL do too, and set `is_hurried` (the latter `has_lost_peer` too) before. The process dies with its parent.
+    SIGTERM and SIGINT set `is_stopping`; a second one of the same kind ends the process at once. Of the same kind,
+    because Ctrl-C reaches every process of a terminal, and their parent then sends SIGTERM; and not within
+    ONE_STOP_S, because a supervisor such as systemd sends SIGTERM to all of them, and their parent passes its own on.
+    HURRY_SIGNAL and LOSS_SIGNAL do too, and set `is_hurried` (the latter `has_lost_peer` too) before. The process dies
+    with its parent.
     """
     die_with_parent()
     faulthandler.enable()
@@ -193,12 +196,12 @@ def _new_pulse(settings: Settings, identity: Identity) -> Pulse | None:
 
 
 def _install_signals(process: Process) -> None:
-    seen: set[int] = set()
+    first_s: dict[int, float] = {}
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        if signum in seen:
+        now_s = time.monotonic()
+        if now_s - first_s.setdefault(signum, now_s) >= ONE_STOP_S:
             os._exit(128 + signum)
-        seen.add(signum)
         process.ask_to_stop()
 
     def hurry(signum: int, frame: FrameType | None) -> None:

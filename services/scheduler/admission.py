@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.runtime.capacity import WHOLE_PROMPTS, step_problem
 from services.scheduler.proposer import SpeculationLimits
 from services.scheduler.request import is_producing
 from services.wire.request_params import Task
 from services.wire.requests import Submit
 
-WHOLE_PROMPTS = -1
 _LEAST_CHUNK = 16
 """However long the context: a step reads all weights for it."""
 
@@ -68,18 +68,11 @@ class CoreLimits:
             raise ValueError(f"{self.max_total_tokens} tokens of context and KV pool hold no prompt and answer")
         if not 0 <= self.plans_ahead <= 4:
             raise ValueError(f"plans ahead must be 0 to 4, not {self.plans_ahead}")
-        if self.token_budget < self.max_rows:
-            raise ValueError(
-                f"a step of {self.token_budget} tokens cannot hold {self.max_rows} running requests: "
-                "raise --max-num-batched-tokens or lower --max-running-requests"
-            )
+        whole_prompt = 0 if self.is_chunked else self.max_total_tokens
+        if problem := step_problem(self.token_budget, self.max_rows, whole_prompt):
+            raise ValueError(problem)
         if self.is_chunked and self.chunk_tokens < 1:
             raise ValueError(f"a prefill chunk of {self.chunk_tokens} tokens")
-        if not self.is_chunked and self.token_budget < self.max_total_tokens + self.max_rows:
-            raise ValueError(
-                f"without chunks a step must hold a whole prompt beside all running requests, "
-                f"{self.max_total_tokens} + {self.max_rows} tokens: --max-num-batched-tokens is {self.token_budget}"
-            )
 
     @property
     def is_chunked(self) -> bool:

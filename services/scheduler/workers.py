@@ -9,10 +9,11 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from services.runtime.capacity import step_tokens
 from services.runtime.config import Settings
 from services.runtime.histogram import TOKEN_BOUNDS, Histogram
 from services.runtime.session import SILENCE_LIMIT_S
-from services.scheduler.admission import WHOLE_PROMPTS, CoreLimits
+from services.scheduler.admission import CoreLimits
 from services.scheduler.core import Core
 from services.scheduler.core_counters import CoreCounters
 from services.scheduler.membership import GreetingRefusedError, Peer
@@ -42,7 +43,6 @@ def limits_of(card: WorkerCard, settings: Settings) -> CoreLimits:
     max_model_len = min(settings.max_model_len or card.max_model_len, card.max_model_len)
     chunk_tokens = settings.chunked_prefill_size or card.chunk_tokens
     largest_prompt = min(max_model_len, card.num_pages * card.page_size)
-    prefill_tokens = largest_prompt if chunk_tokens == WHOLE_PROMPTS else chunk_tokens
     return CoreLimits(
         num_pages=card.num_pages,
         page_size=card.page_size,
@@ -50,7 +50,7 @@ def limits_of(card: WorkerCard, settings: Settings) -> CoreLimits:
         vocab_size=card.vocab_size,
         logits_width=card.logits_width,
         max_rows=max_rows,
-        token_budget=settings.max_num_batched_tokens or prefill_tokens + max_rows,
+        token_budget=step_tokens(settings, chunk_tokens, largest_prompt, max_rows),
         chunk_tokens=chunk_tokens,
         chunk_context=0 if settings.chunked_prefill_size else card.chunk_context,
         chunk_us=1000 * card.chunk_ms,

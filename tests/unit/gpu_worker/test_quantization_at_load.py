@@ -13,7 +13,6 @@ from torch import Tensor
 
 from bench.random_checkpoints import Shape, write_checkpoint
 from services.gpu_worker.fit_check import Machine, fit
-from services.gpu_worker.integer_weights import check_rounding
 from services.gpu_worker.integer_weights import rounded as rounded_forms
 from services.gpu_worker.models.layer_weights import DecoderWeights
 from services.gpu_worker.models.projection import DenseProjection
@@ -31,7 +30,6 @@ from services.gpu_worker.weight_grid import GROUP
 from services.gpu_worker.weights import check_model, load_laid_out, load_model
 from services.model_files.source import open_model
 from services.runtime.config import Settings
-from services.runtime.service import StartError
 from tests.unit.gpu_worker.packed_writers import FORMS, write_forms
 from tests.unit.gpu_worker.step_bench import CPU
 from tests.unit.gpu_worker.test_products import logits_of
@@ -191,29 +189,3 @@ def test_shapes_that_no_operator_takes_are_left_and_told(shape: tuple[int, int],
     torch.testing.assert_close(projection(x), dense(x), rtol=0.05, atol=0.1)
     assert forms.description.startswith("1 left as they were: no operator takes their shape, 1 matrices ")
     assert forms.error == 0
-
-
-@pytest.mark.parametrize(
-    ("chosen", "device", "problem"),
-    [
-        (
-            Settings(quantization="int8", numerics="exact"),
-            "cpu",
-            "--quantization int8 rounds weights, --numerics exact",
-        ),
-        (Settings(quantization="int4", load_format="dummy"), "cpu", "--load-format dummy reads none"),
-        (Settings(quantization="int4", dtype="bfloat16"), "cpu", "--quantization int4 is for a CPU and activations in"),
-        (Settings(quantization="int4"), "cuda", "--quantization int4 is for a CPU"),
-    ],
-)
-def test_what_stands_against_it_is_named(chosen: Settings, device: str, problem: str) -> None:
-    with pytest.raises(StartError, match=problem):
-        check_rounding(chosen, torch.device(device))
-
-
-def test_doctor_names_what_stands_against_it(folder: Path) -> None:
-    chosen = Settings(model=str(folder), quantization="int8", numerics="exact")
-    found = fit(chosen, CPU, Machine("2.13", "", "", 2, int(16e9), int(8e9)), is_config_only=False)
-    assert "--numerics exact does not" in found.problem
-    assert "leave --quantization" in found.remedy
-    check_rounding(Settings(), CPU)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from services.gpu_worker.bench.kernel_cases import (
     sampling_cases,
 )
 from services.gpu_worker.bench.kernels import bench_kernels
-from services.gpu_worker.bench.report import BenchError
+from services.gpu_worker.bench.report import BenchError, StepCount, logs_told
 from services.gpu_worker.products.four_bit import has_four_bit_products
 from services.gpu_worker.products.kernels import has_fast_bfloat16, has_packed_float32
 from services.gpu_worker.weights import LoadedModel
@@ -37,11 +38,32 @@ def lines_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+def test_how_far_a_stage_is_is_told_twice_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = iter([0.0, 0.25, 0.5, 0.75, 1.25])
+    count = StepCount("decode of 2 x 7 tokens", 4, lambda: next(seconds))
+    for _ in range(4):
+        count.add()
+    assert [line["now"] for line in lines_of(capsys)] == [
+        "decode of 2 x 7 tokens", "decode of 2 x 7 tokens, 2 of 4 steps", "decode of 2 x 7 tokens, 4 of 4 steps",
+    ]  # fmt: skip
+
+
+def test_what_the_start_of_a_worker_logs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = logging.getLogger("services.gpu_worker.start_up")
+    with logs_told():
+        worker.info("warm-up: %d tokens", 64)
+    worker.info("nobody hears this")
+    assert lines_of(capsys) == [{"now": "warm-up: 64 tokens"}]
+
+
 def test_steps_are_measured_and_held_against_the_limits(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
     bench_engine(settings, ["--rows", "1", "4", *ENGINE, "drawn"])
     machine, *told = lines_of(capsys)
     assert machine["machine"]["threads"] == 1
-    rows = [line["row"] for line in told]
+    rows = [line["row"] for line in told if "row" in line]
+    assert [line["now"] for line in told if "now" in line][:3] == [
+        "prefill of 1 x 70 tokens", "warm-up of 1 x 70 tokens", "decode of 1 x 70 tokens",
+    ]  # fmt: skip
     assert [(row["stage"], row["rows"], row["context"]) for row in rows] == [
         ("prefill", 1, 70), ("decode", 1, 70), ("prefill", 4, 70), ("decode", 4, 70),
     ]  # fmt: skip
@@ -72,7 +94,11 @@ def test_what_does_not_fit_is_refused_before_anything_runs(
 def test_each_kernel_is_measured_in_each_form(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
     bench_kernels(settings, ["--rows", "1", "3", "--contexts", "9", "--seconds", "0.0001"])
     _, *told = lines_of(capsys)
-    rows = [line["row"] for line in told]
+    rows = [line["row"] for line in told if "row" in line]
+    assert len(told) == 2 * len(rows)  # before each of them what it is
+    assert told[0]["now"].startswith("qkv ")
+    assert told[0]["now"].endswith(", 1 rows")
+    assert any(str(line.get("now")).endswith(", 9 tokens of context") for line in told)
     kinds = {row["kernel"].split()[0].rstrip(",") for row in rows}
     assert kinds == {"qkv", "output", "gate_up", "down", "attention", "sum", "gate", "sampling"}
     assert all(row["us"] > 0 and row["share"] > 0 for row in rows)

@@ -86,6 +86,23 @@ def test_a_scheduler_that_leaves_too_sends_nothing_more(settings: Settings, net:
         assert worker.wait_ended() is None
 
 
+@pytest.mark.parametrize("is_told_before", [True, False])
+def test_prc_03_a_scheduler_that_is_gone_keeps_no_worker_whatever_it_holds(
+    settings: Settings, net: Sockets, is_told_before: bool
+) -> None:
+    """Both are told to stop: its last words are lost when the scheduler is the faster, and no row is released."""
+    with serving(settings, net) as (scheduler, worker):
+        scheduler.tell_state(State.READY)
+        scheduler.generate(scheduler.new_writer(), new_requests(), 2)
+        if is_told_before:
+            worker.stop()
+            scheduler.wait_quiet()
+            assert not worker.has_ended()
+        scheduler.port.close()
+        worker.stop()
+        assert worker.wait_ended() is None  # not by the scheduler's silence, which is an error
+
+
 def test_prc_03_told_to_stop_before_it_is_ready_it_ends_at_once(settings: Settings, net: Sockets) -> None:
     with worker_thread(settings) as worker:
         worker.stop()

@@ -18,6 +18,7 @@ from services.runtime.service import HURRY_SIGNAL, LOSS_SIGNAL, OrphanError, Pro
 from services.wire.endpoints import Identity
 from services.wire.errors import EndpointInUseError
 from services.wire.members import Role
+from tests.insistence import insist
 from tests.sockets import DEADLINE_S, Sockets, wait_until
 
 STOPPABLE = """
@@ -112,8 +113,20 @@ def test_a_second_signal_of_a_kind_ends_the_process_at_once(start: Callable[[], 
     process = start()
     process.send_signal(signal.SIGTERM)
     assert next_line(process).startswith("stopping ")
+    insist(process, signal.SIGTERM)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_prc_03_what_is_sent_to_all_and_passed_on_by_the_parent_is_one_stop(
+    start: Callable[[], subprocess.Popen[str]],
+) -> None:
+    process = start()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    process.send_signal(signal.SIGTERM)
+    assert next_line(process).startswith("stopping ")
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from services.runtime.config import _RANGES, SECRETS, Settings, SettingsError, add_flags, load_settings, values_of
+from services.runtime.config import SECRETS, Settings, SettingsError, add_flags, load_settings, values_of
+from services.runtime.setting_ranges import RANGES as ROWS
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
-RANGES = {name: (low, high) for name, low, high in _RANGES}
+RANGES = {name: (low, high) for name, low, high in ROWS}
 
 
 def with_value(name: str, value: Any) -> Settings:
@@ -40,8 +41,8 @@ def test_every_setting_has_a_line_of_help_and_appears_in_it() -> None:
 
 def test_every_number_has_a_range_that_its_default_is_in() -> None:
     numbers = {name for name, field in FIELDS.items() if field.type in ("int", "float")}
-    assert {name for name, _, _ in _RANGES} == numbers
-    assert all(low <= getattr(Settings(), name) <= high for name, low, high in _RANGES)
+    assert {name for name, _, _ in ROWS} == numbers
+    assert all(low <= getattr(Settings(), name) <= high for name, low, high in ROWS)
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -59,7 +60,7 @@ def test_every_setting_can_be_a_flag_a_variable_and_a_line_of_the_file(name: str
     assert load_settings([], expected.as_environment()) == expected
 
 
-@pytest.mark.parametrize(("name", "low", "high"), _RANGES)
+@pytest.mark.parametrize(("name", "low", "high"), ROWS)
 def test_every_bound_is_kept(name: str, low: float, high: float) -> None:
     for value in (low, high):
         assert getattr(with_value(name, value), name) == value

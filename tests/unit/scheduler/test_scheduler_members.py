@@ -227,7 +227,7 @@ def test_a_drain_that_takes_too_long_ends_answers_with_an_error() -> None:
 
 
 def test_sizes_that_cannot_work_with_the_settings_are_told_to_the_worker() -> None:
-    with running_group(max_num_batched_tokens=4) as group:
+    with running_group(chunked_prefill_size=-1, max_running_requests=4, max_num_batched_tokens=4) as group:
         worker = group.join(Role.GPU_WORKER, card=worker_card())
         group.mute(worker)
         for message in worker.session.messages_due(time.monotonic()):

@@ -269,14 +269,15 @@ def test_limits_follow_the_card_and_the_settings() -> None:
     limits = limits_of(card, settings)
     assert (limits.max_rows, limits.is_chunked, limits.token_budget) == (4, False, 104)
     assert (limits.max_model_len, limits.caches_prefixes) == (100, False)
-    assert limits_of(card, Settings(max_num_batched_tokens=50)).token_budget == 50
+    assert limits_of(card, Settings(max_num_batched_tokens=50, max_running_requests=50)).token_budget == 50
     measured = replace(card, chunk_context=860, chunk_ms=240.0, chunk_limit_ms=300.0)
     assert limits_of(measured, Settings()).chunk_context == 860
     assert (limits_of(measured, Settings()).chunk_us, limits_of(measured, Settings()).chunk_limit_us) == (240e3, 300e3)
     kept = limits_of(measured, Settings(chunked_prefill_size=16))  # as it was set
     assert (kept.chunk_context, kept.chunk_limit_us) == (0, 0)
-    with pytest.raises(ValueError, match="--max-num-batched-tokens"):
-        limits_of(card, Settings(max_num_batched_tokens=7))
+    whole = Settings(chunked_prefill_size=-1, max_running_requests=8, max_num_batched_tokens=207)
+    with pytest.raises(ValueError, match=r"200 \+ 8 tokens: --max-num-batched-tokens is 207"):
+        limits_of(card, whole)
 
 
 def test_a_step_may_take_ten_times_what_the_card_says_and_at_least_ten_seconds() -> None:

@@ -25,6 +25,7 @@ from services.wire.members import Goodbye, HandshakeRefused, Heartbeat, Hello, R
 from services.wire.messages import PROTOCOL_VERSION
 from services.wire.requests import Submit
 from services.wire.samples import unpack_samples
+from tests.insistence import insist
 from tests.sockets import wait_until
 from tests.unit.tokenizer.backend_peers import ROOT, Server, chunk
 from tests.unit.tokenizer.http_client import Connection, EventReader, request, text_of
@@ -157,7 +158,7 @@ def test_a_second_signal_ends_the_process_at_once(start_server: Callable[..., Se
     with connection:
         server.process.send_signal(signal.SIGTERM)
         server.backend.wait_for_state(State.DRAINING)
-        server.process.send_signal(signal.SIGTERM)
+        insist(server.process, signal.SIGTERM)
         assert server.exit_status() == 128 + signal.SIGTERM
 
 
