@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.sockets import Sockets, sockets
+
+_LOOPS = ("operators", "sampling", "program_loop", "attention_loop")
+
+
+def pytest_sessionstart() -> None:
+    """Of two workers one compiles the loops while the other makes the bytecode of all tests, which both then find.
+
+    In a fresh clone each of the two takes longer than all the rest before the first test. Otherwise nothing is compiled
+    here, and it costs as little as the imports.
+    """
+    gc.disable()  # what is collected stays: looking at it again and again takes seconds
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+        _compile_loops()
+
+
+def _compile_loops() -> None:
+    from services.gpu_worker.cpu_loops import loops_problem
+    from services.gpu_worker.products.grid import has_grid_loop
+
+    if not loops_problem():
+        for name in (*_LOOPS, *["grid_loop"][: has_grid_loop()]):
+            importlib.import_module(f"services.gpu_worker.cpu_loops.{name}")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
