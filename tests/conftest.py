@@ -13,14 +13,11 @@ import pytest
 
 from tests.sockets import Sockets, sockets
 
-_LOOPS = ("operators", "sampling", "program_loop", "attention_loop")
-
 
 def pytest_sessionstart() -> None:
     """Of two workers one compiles the loops while the other makes the bytecode of all tests, which both then find.
 
-    In a fresh clone each of the two takes longer than all the rest before the first test. Otherwise nothing is compiled
-    here, and it costs as little as the imports.
+    In a fresh clone each takes longer than all the rest before the first test. Otherwise this costs little.
     """
     gc.disable()  # what is collected stays: looking at it again and again takes seconds
     if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
@@ -28,12 +25,13 @@ def pytest_sessionstart() -> None:
 
 
 def _compile_loops() -> None:
-    from services.gpu_worker.cpu_loops import loops_problem
+    from services.gpu_worker import cpu_loops  # with torch, which many tests do not need
     from services.gpu_worker.products.grid import has_grid_loop
 
-    if not loops_problem():
-        for name in (*_LOOPS, *["grid_loop"][: has_grid_loop()]):
-            importlib.import_module(f"services.gpu_worker.cpu_loops.{name}")
+    if not cpu_loops.loops_problem():
+        for path in sorted(Path(cpu_loops.__file__).parent.glob("*_loop*.py")):
+            if path.stem != "grid_loop" or has_grid_loop():
+                importlib.import_module(f"{cpu_loops.__name__}.{path.stem}")
 
 
 def pytest_collection_finish() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import codecs
 import json
 
+import openai
 import pytest
 
-from tests.integration.client import BAD, CHAT, HELLO, HI, NUM, TEXT, WAVE, Client, streamed
+from tests.integration.client import BAD, CHAT, HELLO, HI, NUM, NUM_TEXT, TEXT, WAVE, Client, streamed
 
 pytestmark = pytest.mark.timeout(600)
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -184,3 +185,39 @@ def test_met_01_a_prompt_counts_once_for_all_its_choices(quick: Client, is_strea
     answer = ask(TEXT, prompt=NUM, n=3, max_tokens=8, ignore_eos=True)
     assert answer.texts == [" 5, 6, 7"] * 3
     assert (answer.prompt_tokens, answer.completion_tokens, answer.usage["total_tokens"]) == (11, 24, 35)
+
+
+# ------------------------------------------------------------ the official client
+
+
+def test_the_official_client_streams_a_chat(quick: Client) -> None:
+    client = openai.OpenAI(base_url=f"{quick.server.url}/v1", api_key="none", max_retries=0, timeout=240)
+    model = client.models.list().data[0].id
+    stream = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "Hi"}], temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == (
+        "Hello! How can I assist you today?"
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (31, 10)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "text"),
+    [(NUM, 20, NUM_TEXT[:20]), (HELLO, 8, " world hello" * 4), (WAVE, 12, "👋🌍" * 2), (BAD, 8, "\ufffd" * 4)],
+    ids=["F-NUM", "F-HELLO", "F-WAVE", "F-BAD"],
+)
+def test_the_official_client_gets_the_known_texts(quick: Client, prompt: str, max_tokens: int, text: str) -> None:
+    client = openai.OpenAI(base_url=f"{quick.server.url}/v1", api_key="none", max_retries=0, timeout=240)
+    model = client.models.list().data[0].id
+    fields = {"ignore_eos": True}
+    chunks = client.completions.create(
+        model=model, prompt=prompt, max_tokens=max_tokens, temperature=0, stream=True, extra_body=fields
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text
