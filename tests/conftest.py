@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.sockets import Sockets, sockets
+
+
+def pytest_sessionstart() -> None:
+    """Of two workers one compiles the loops while the other makes the bytecode of all tests, which both then find.
+
+    In a fresh clone each takes longer than all the rest before the first test. Otherwise this costs little.
+    """
+    gc.disable()  # what is collected stays: looking at it again and again takes seconds
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+        _compile_loops()
+
+
+def _compile_loops() -> None:
+    from services.gpu_worker import cpu_loops  # with torch, which many tests do not need
+    from services.gpu_worker.products.grid import has_grid_loop
+
+    if not cpu_loops.loops_problem():
+        for path in sorted(Path(cpu_loops.__file__).parent.glob("*_loop*.py")):
+            if path.stem != "grid_loop" or has_grid_loop():
+                importlib.import_module(f"{cpu_loops.__name__}.{path.stem}")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

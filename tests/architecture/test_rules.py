@@ -41,8 +41,14 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), name_of(path))
 
 
-def imported_modules(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All of a tree, which many rules look through."""
+    return tuple(ast.walk(tree_of(path)))
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -90,7 +96,7 @@ def imports_go_down_the_layers_and_never_between_services(path: Path) -> None:
         return
     own = parts[0]
     level = LAYERS.index("services" if own in ROLES else own)
-    for module in imported_modules(tree_of(path)):
+    for module in imported_modules(path):
         if not module.startswith("services."):
             continue
         other = module.split(".")[1]
@@ -102,17 +108,16 @@ def imports_go_down_the_layers_and_never_between_services(path: Path) -> None:
 def torch_is_imported_in_gpu_worker_only(path: Path) -> None:
     if path.relative_to(REPOSITORY / "services").parts[0] == "gpu_worker":
         return
-    roots = {module.split(".")[0] for module in imported_modules(tree_of(path))}
+    roots = {module.split(".")[0] for module in imported_modules(path)}
     assert not roots & {"torch", "triton", "safetensors"}
 
 
 @every_module
 def nothing_reads_objects_or_code_from_bytes(path: Path) -> None:
     """Security rule 1: no pickle family, no eval, no torch.load, no shell."""
-    tree = tree_of(path)
-    roots = {module.split(".")[0] for module in imported_modules(tree)}
+    roots = {module.split(".")[0] for module in imported_modules(path)}
     assert not roots & FORBIDDEN_MODULES
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if not isinstance(node, ast.Call):
             continue
         called = dotted(node.func)
@@ -129,9 +134,8 @@ def nothing_reads_objects_or_code_from_bytes(path: Path) -> None:
 def the_environment_is_read_and_written_in_one_place(path: Path) -> None:
     if name_of(path) == ENVIRONMENT_OWNER:
         return
-    tree = tree_of(path)
-    assert not {f"os.{name}" for name in (*ENVIRONMENT, "*")} & set(imported_modules(tree))
-    for node in ast.walk(tree):
+    assert not {f"os.{name}" for name in (*ENVIRONMENT, "*")} & set(imported_modules(path))
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute):  # whatever `os` is called here
             assert node.attr not in ENVIRONMENT, f"line {node.lineno}"
 
@@ -161,7 +165,7 @@ def public_names_have_docstrings(path: Path) -> None:
 def nothing_is_left_for_later_and_no_error_is_swallowed(path: Path) -> None:
     assert not [comment for comment in comments_of(path) if re.search(r"\b(TODO|FIXME|XXX|HACK)\b", comment)]
     assert path == Path(__file__) or not MACHINE_PATHS.search(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Raise) and node.exc is not None:
             raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
             assert dotted(raised) != "NotImplementedError", f"line {node.lineno}"
@@ -173,14 +177,14 @@ def nothing_is_left_for_later_and_no_error_is_swallowed(path: Path) -> None:
 
 @every_service_module
 def names_say_something(path: Path) -> None:
-    names = [path.stem, *(node.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef))]
+    names = [path.stem, *(node.name for node in nodes_of(path) if isinstance(node, ast.ClassDef))]
     assert not [name for name in names if VAGUE_NAMES.search(name)]
 
 
 @every_test_module
 def no_test_sleeps(path: Path) -> None:
     """`asyncio.sleep(0)` lets the loop turn; anything longer hopes that something has happened by then."""
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Call) and dotted(node.func) in ("time.sleep", "asyncio.sleep", "sleep"):
             [argument] = node.args
             assert isinstance(argument, ast.Constant), f"line {node.lineno}"
@@ -199,7 +203,7 @@ def every_test_is_collected(path: Path) -> None:
 @every_service_module
 def a_log_line_about_a_request_carries_its_id_beside_the_text(path: Path) -> None:
     """`extra=about(request_id)`: as a field of a JSON line it can be searched for in the logs of every process."""
-    for call in [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]:
+    for call in [node for node in nodes_of(path) if isinstance(node, ast.Call)]:
         match call.func:
             case ast.Attribute(value=ast.Name(id="logger" | "_log" | "logging")):
                 told = " ".join(ast.unparse(argument) for argument in call.args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,17 +30,39 @@ def _checked(server: Server) -> Iterator[Client]:
     assert client.scheduler("dropped_messages_total") == 0
 
 
+@contextmanager
+def _with_room(model: Path, numerics: str) -> Iterator[Server]:
+    """Pages of one token, room for everything, one plan ahead."""
+    settings = {"page_size": 1, "kv_cache_tokens": 16384, "max_running_requests": 64, "chunked_prefill_size": 128}
+    with running(model, num_threads=1, write_timeout_s=900, numerics=numerics, **settings) as server:
+        yield server
+
+
 @pytest.fixture(scope="session")
 def _page_1_server(smollm2_path: Path) -> Iterator[Server]:
-    settings = {"page_size": 1, "kv_cache_tokens": 16384, "max_running_requests": 64, "chunked_prefill_size": 128}
-    with running(smollm2_path, num_threads=1, write_timeout_s=900, **settings) as server:
+    with _with_room(smollm2_path, "exact") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def _quick_server(smollm2_path: Path) -> Iterator[Server]:
+    with _with_room(smollm2_path, "fast") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def page_1(_page_1_server: Server) -> Iterator[Client]:
-    """Pages of one token, room for everything, one plan ahead."""
+    """Pages of one token, room for everything; an answer is the same alone and among others."""
     yield from _checked(_page_1_server)
+
+
+@pytest.fixture(scope="module")
+def quick(_quick_server: Server) -> Iterator[Client]:
+    """The same in the numerics that users have, whose steps are several times as fast: for what answers look like.
+
+    Texts that it is asked for must be those of the prompts whose gap no rounding closes, see `client`.
+    """
+    yield from _checked(_quick_server)
 
 
 @pytest.fixture(scope="module")

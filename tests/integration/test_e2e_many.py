@@ -7,49 +7,15 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import openai
 import pytest
 from tokenizers import Tokenizer
 
-from tests.integration.client import BAD, CHAT, HELLO, HI, NUM, NUM_TEXT, TEXT, WAVE, Client, all_at_once, streamed
+from tests.integration.client import CHAT, HELLO, HI, NUM, NUM_TEXT, TEXT, Client, all_at_once, streamed
 from tests.unit.tokenizer.http_client import EventReader
 
 pytestmark = pytest.mark.timeout(900)
 REFERENCE = json.loads((Path(__file__).parent / "reference" / "greedy.json").read_text("utf-8"))["answers"]
 SEEDED = {"temperature": 0.9, "max_tokens": 16, "ignore_eos": True}
-
-
-def test_the_official_client_streams_a_chat(page_1: Client) -> None:
-    client = openai.OpenAI(base_url=f"{page_1.server.url}/v1", api_key="none", max_retries=0, timeout=240)
-    model = client.models.list().data[0].id
-    stream = client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": "Hi"}], temperature=0, stream=True,
-        stream_options={"include_usage": True},
-    )  # fmt: skip
-    chunks = list(stream)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == (
-        "Hello! How can I assist you today?"
-    )
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[-2].choices[0].finish_reason == "stop"
-    usage = chunks[-1].usage
-    assert usage is not None
-    assert (usage.prompt_tokens, usage.completion_tokens) == (31, 10)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "max_tokens", "text"),
-    [(NUM, 20, NUM_TEXT[:20]), (HELLO, 8, " world hello" * 4), (WAVE, 12, "👋🌍" * 2), (BAD, 8, "\ufffd" * 4)],
-    ids=["F-NUM", "F-HELLO", "F-WAVE", "F-BAD"],
-)
-def test_the_official_client_gets_the_known_texts(page_1: Client, prompt: str, max_tokens: int, text: str) -> None:
-    client = openai.OpenAI(base_url=f"{page_1.server.url}/v1", api_key="none", max_retries=0, timeout=240)
-    model = client.models.list().data[0].id
-    fields = {"ignore_eos": True}
-    chunks = client.completions.create(
-        model=model, prompt=prompt, max_tokens=max_tokens, temperature=0, stream=True, extra_body=fields
-    )
-    assert "".join(chunk.choices[0].text for chunk in chunks) == text
 
 
 def test_sixty_four_streams_at_once_have_the_texts_they_have_alone(page_1: Client, tokenizer: Tokenizer) -> None:

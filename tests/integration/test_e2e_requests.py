@@ -18,53 +18,53 @@ NUM_8 = " 5, 6, 7"
 
 
 @pytest.fixture(autouse=True)
-def _lives(page_1: Client) -> None:
+def _lives(quick: Client) -> None:
     """Every case begins with a server that answers; the last one is followed by the checks of the fixture itself."""
-    assert page_1.request("GET", "/live").status == 200
+    assert quick.request("GET", "/live").status == 200
 
 
 # ------------------------------------------------------------ prompts
 
 
 @pytest.mark.parametrize("prompt", ["", [""], [], [[]], ["Hi", ""]], ids=repr)
-def test_tok_02_empty_prompts_are_refused(page_1: Client, prompt: object) -> None:
-    assert str(page_1.refused(TEXT, {"prompt": prompt})["param"]).startswith("prompt")
+def test_tok_02_empty_prompts_are_refused(quick: Client, prompt: object) -> None:
+    assert str(quick.refused(TEXT, {"prompt": prompt})["param"]).startswith("prompt")
 
 
 @pytest.mark.parametrize("prompt", [[49152], [-1], [4294967296], [1.5], [True], [[1], [49152]]], ids=repr)
-def test_tok_04_ids_out_of_range_are_refused(page_1: Client, prompt: object) -> None:
-    assert str(page_1.refused(TEXT, {"prompt": prompt})["param"]).startswith("prompt")
+def test_tok_04_ids_out_of_range_are_refused(quick: Client, prompt: object) -> None:
+    assert str(quick.refused(TEXT, {"prompt": prompt})["param"]).startswith("prompt")
 
 
-def test_tok_04_the_last_id_of_the_vocabulary_is_taken(page_1: Client) -> None:
-    assert page_1.ask(TEXT, prompt=[49151], max_tokens=1).completion_tokens == 1
-    assert page_1.request("GET", "/health").status == 200
+def test_tok_04_the_last_id_of_the_vocabulary_is_taken(quick: Client) -> None:
+    assert quick.ask(TEXT, prompt=[49151], max_tokens=1).completion_tokens == 1
+    assert quick.request("GET", "/health").status == 200
 
 
-def test_tok_05_prompt_forms_give_the_same_answers_in_order(page_1: Client) -> None:
+def test_tok_05_prompt_forms_give_the_same_answers_in_order(quick: Client) -> None:
     ids = [[33, 28, 216, 34, 28, 216, 35, 28, 216, 36, 28], [28120, 905, 33662, 905, 33662, 905, 33662, 905, 33662]]
     for prompt in ([NUM, HELLO], ids):
-        answer = page_1.ask_both(TEXT, prompt=prompt, max_tokens=4)
+        answer = quick.ask_both(TEXT, prompt=prompt, max_tokens=4)
         assert answer.texts == [" 5, ", " world hello world hello"]
         assert answer.prompt_tokens == 20
-        twice = page_1.ask_both(TEXT, prompt=prompt, max_tokens=4, n=2)
+        twice = quick.ask_both(TEXT, prompt=prompt, max_tokens=4, n=2)
         assert twice.texts == [" 5, "] * 2 + [" world hello world hello"] * 2
         assert (twice.prompt_tokens, twice.completion_tokens) == (20, 16)
 
 
 @pytest.mark.parametrize("num_tokens", [9000, 8192])
-def test_tok_06_sse_06_a_prompt_over_the_context_is_refused_with_the_numbers(page_1: Client, num_tokens: int) -> None:
+def test_tok_06_sse_06_a_prompt_over_the_context_is_refused_with_the_numbers(quick: Client, num_tokens: int) -> None:
     for body in ({"max_tokens": 1}, {}, {"stream": True}):
-        error = page_1.refused(TEXT, {"prompt": [81] * num_tokens, **body})
+        error = quick.refused(TEXT, {"prompt": [81] * num_tokens, **body})
         assert str(num_tokens) in error["message"]
         assert "8192" in error["message"]
 
 
 @pytest.mark.slow
-def test_tok_06_a_prompt_that_leaves_one_token_gets_one(page_1: Client) -> None:
-    answer = page_1.ask(TEXT, prompt=[81] * 8191, max_tokens=1)
+def test_tok_06_a_prompt_that_leaves_one_token_gets_one(quick: Client) -> None:
+    answer = quick.ask(TEXT, prompt=[81] * 8191, max_tokens=1)
     assert (answer.prompt_tokens, answer.completion_tokens, answer.finish_reason) == (8191, 1, "length")
-    again = page_1.ask(TEXT, prompt=[81] * 8191, ignore_eos=True)
+    again = quick.ask(TEXT, prompt=[81] * 8191, ignore_eos=True)
     assert (again.completion_tokens, again.finish_reason, again.cached_tokens) == (1, "length", 8190)
 
 
@@ -85,17 +85,17 @@ SURROGATE = b"a\\ud800b"
         b'"prompt": "x", "user": "%b"',
     ],
 )
-def test_tok_07_half_a_surrogate_pair_is_refused_wherever_it_stands(page_1: Client, fields: bytes) -> None:
+def test_tok_07_half_a_surrogate_pair_is_refused_wherever_it_stands(quick: Client, fields: bytes) -> None:
     path = CHAT if b"messages" in fields else TEXT
-    assert page_1.refused(path, b'{"max_tokens": 1, ' + fields.replace(b"%b", SURROGATE) + b"}")
+    assert quick.refused(path, b'{"max_tokens": 1, ' + fields.replace(b"%b", SURROGATE) + b"}")
 
 
-def test_tok_09_huge_texts_stop_neither_a_stream_nor_health(page_1: Client) -> None:
-    with page_1.open_stream(TEXT, prompt=NUM, max_tokens=48, ignore_eos=True) as reader, ThreadPoolExecutor(4) as pool:
+def test_tok_09_huge_texts_stop_neither_a_stream_nor_health(quick: Client) -> None:
+    with quick.open_stream(TEXT, prompt=NUM, max_tokens=48, ignore_eos=True) as reader, ThreadPoolExecutor(4) as pool:
         reader.next_json()
-        posts = [pool.submit(page_1.refused, TEXT, {"prompt": "word " * 800_000}) for _ in range(4)]
+        posts = [pool.submit(quick.refused, TEXT, {"prompt": "word " * 800_000}) for _ in range(4)]
         while not all(post.done() for post in posts):
-            assert page_1.request("GET", "/health").status == 200
+            assert quick.request("GET", "/health").status == 200
         assert len(reader.rest()) > 0
     for post in posts:
         assert "663552" in post.result()["message"]
@@ -104,8 +104,8 @@ def test_tok_09_huge_texts_stop_neither_a_stream_nor_health(page_1: Client) -> N
 # ------------------------------------------------------------ sampling fields
 
 
-def test_smp_01_a_tiny_temperature_is_greedy(page_1: Client) -> None:
-    assert page_1.ask(TEXT, prompt=NUM, max_tokens=8, temperature=1e-6, seed=1).text == NUM_8
+def test_smp_01_a_tiny_temperature_is_greedy(quick: Client) -> None:
+    assert quick.ask(TEXT, prompt=NUM, max_tokens=8, temperature=1e-6, seed=1).text == NUM_8
 
 
 @pytest.mark.parametrize(
@@ -120,24 +120,24 @@ def test_smp_01_a_tiny_temperature_is_greedy(page_1: Client) -> None:
         ("n", -1),
     ],
 )
-def test_smp_05_integers_too_large_are_refused(page_1: Client, name: str, value: int) -> None:
-    assert page_1.refused(TEXT, {"prompt": NUM, name: value})["param"] == name
-    assert page_1.ask(TEXT, prompt=NUM, max_tokens=1).text == " "
+def test_smp_05_integers_too_large_are_refused(quick: Client, name: str, value: int) -> None:
+    assert quick.refused(TEXT, {"prompt": NUM, name: value})["param"] == name
+    assert quick.ask(TEXT, prompt=NUM, max_tokens=1).text == " "
 
 
-def test_smp_06_top_p_0_is_greedy(page_1: Client) -> None:
+def test_smp_06_top_p_0_is_greedy(quick: Client) -> None:
     for temperature in (0, 1):
-        assert page_1.ask(TEXT, prompt=NUM, max_tokens=8, top_p=0, temperature=temperature).text == NUM_8
+        assert quick.ask(TEXT, prompt=NUM, max_tokens=8, top_p=0, temperature=temperature).text == NUM_8
     for top_p in (-0.1, 1.1):
-        assert page_1.refused(TEXT, {"prompt": NUM, "top_p": top_p})["param"] == "top_p"
+        assert quick.refused(TEXT, {"prompt": NUM, "top_p": top_p})["param"] == "top_p"
 
 
-def test_smp_08_top_k_conventions(page_1: Client) -> None:
-    assert page_1.ask(TEXT, prompt=NUM, max_tokens=8, top_k=1, temperature=2).text == NUM_8
-    off = [page_1.ask(TEXT, prompt=NUM, max_tokens=8, top_k=k, temperature=2, seed=5) for k in (-1, 0, 49152, 10**6)]
+def test_smp_08_top_k_conventions(quick: Client) -> None:
+    assert quick.ask(TEXT, prompt=NUM, max_tokens=8, top_k=1, temperature=2).text == NUM_8
+    off = [quick.ask(TEXT, prompt=NUM, max_tokens=8, top_k=k, temperature=2, seed=5) for k in (-1, 0, 49152, 10**6)]
     assert len({answer.text for answer in off}) == 1
     for top_k in (-2, 1.5, "3"):
-        assert page_1.refused(TEXT, {"prompt": NUM, "top_k": top_k})["param"] == "top_k"
+        assert quick.refused(TEXT, {"prompt": NUM, "top_k": top_k})["param"] == "top_k"
 
 
 @pytest.mark.parametrize(
@@ -147,27 +147,27 @@ def test_smp_08_top_k_conventions(page_1: Client) -> None:
         '"presence_penalty": -Infinity', '"presence_penalty": 5', '"repetition_penalty": 0', '"repetition_penalty": -1',
     ],
 )  # fmt: skip
-def test_smp_19_odd_numbers_are_refused(page_1: Client, field: str) -> None:
-    assert page_1.refused(TEXT, f'{{"prompt": "x", {field}}}'.encode())
+def test_smp_19_odd_numbers_are_refused(quick: Client, field: str) -> None:
+    assert quick.refused(TEXT, f'{{"prompt": "x", {field}}}'.encode())
 
 
 # ------------------------------------------------------------ limits
 
 
-def test_sch_19_a_limit_of_nothing_or_less_is_refused(page_1: Client) -> None:
+def test_sch_19_a_limit_of_nothing_or_less_is_refused(quick: Client) -> None:
     for limit in (0, -1):
-        assert page_1.refused(TEXT, {"prompt": NUM, "max_tokens": limit})["param"] == "max_tokens"
-        assert page_1.refused(CHAT, {"messages": HI, "max_tokens": limit})["param"] == "max_tokens"
+        assert quick.refused(TEXT, {"prompt": NUM, "max_tokens": limit})["param"] == "max_tokens"
+        assert quick.refused(CHAT, {"messages": HI, "max_tokens": limit})["param"] == "max_tokens"
 
 
-def test_sch_19_one_is_exactly_one_token(page_1: Client) -> None:
-    answer = page_1.ask_both(TEXT, prompt=NUM, max_tokens=1)
+def test_sch_19_one_is_exactly_one_token(quick: Client) -> None:
+    answer = quick.ask_both(TEXT, prompt=NUM, max_tokens=1)
     assert (answer.text, answer.completion_tokens, answer.finish_reason) == (" ", 1, "length")
 
 
 @pytest.mark.parametrize("limit", [8181, 8182, 8192, 10**6])
-def test_sch_19_more_than_fits_is_taken_and_clamped(page_1: Client, limit: int) -> None:
-    answer = page_1.ask(TEXT, prompt=NUM, max_tokens=limit, stop="7, 8")
+def test_sch_19_more_than_fits_is_taken_and_clamped(quick: Client, limit: int) -> None:
+    answer = quick.ask(TEXT, prompt=NUM, max_tokens=limit, stop="7, 8")
     assert (answer.text, answer.completion_tokens) == (" 5, 6, ", 11)
 
 
@@ -177,44 +177,44 @@ def test_sch_19_more_than_fits_is_taken_and_clamped(page_1: Client, limit: int) 
 # ------------------------------------------------------------ what clients send
 
 
-def test_api_01_the_newer_limit_wins(page_1: Client) -> None:
-    assert page_1.ask(CHAT, messages=HI, max_completion_tokens=5).completion_tokens == 5
-    assert page_1.ask(CHAT, messages=HI, max_completion_tokens=5, max_tokens=9).completion_tokens == 5
-    assert page_1.refused(CHAT, {"messages": HI, "max_completion_tokens": 0})["param"] == "max_completion_tokens"
+def test_api_01_the_newer_limit_wins(quick: Client) -> None:
+    assert quick.ask(CHAT, messages=HI, max_completion_tokens=5).completion_tokens == 5
+    assert quick.ask(CHAT, messages=HI, max_completion_tokens=5, max_tokens=9).completion_tokens == 5
+    assert quick.refused(CHAT, {"messages": HI, "max_completion_tokens": 0})["param"] == "max_completion_tokens"
 
 
-def test_api_02_unknown_fields_are_named_in_a_header(page_1: Client) -> None:
+def test_api_02_unknown_fields_are_named_in_a_header(quick: Client) -> None:
     extra = {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "parallel_tool_calls": True, "user": "u"}
     messages = [{"role": "user", "content": "Hi", "id": 5, "name": "n"}]
-    answer = page_1.ask(CHAT, messages=messages, max_tokens=1, foo=1, **extra)
+    answer = quick.ask(CHAT, messages=messages, max_tokens=1, foo=1, **extra)
     assert answer.text == "Hello"
     assert set(answer.headers["x-ignored-fields"].split(", ")) == {"foo", "messages[].id"}
-    assert page_1.refused(CHAT, {"messages": HI, "audio": {"voice": "x"}})["param"] == "audio"
+    assert quick.refused(CHAT, {"messages": HI, "audio": {"voice": "x"}})["param"] == "audio"
 
 
-def test_api_03_null_is_the_same_as_absent(page_1: Client) -> None:
+def test_api_03_null_is_the_same_as_absent(quick: Client) -> None:
     names = ["max_tokens", "stop", "n", "seed", "stream", "stream_options", "logit_bias", "tools", "top_p"]
-    answer = page_1.ask(CHAT, messages=HI, **dict.fromkeys([*names, "response_format"]))
+    answer = quick.ask(CHAT, messages=HI, **dict.fromkeys([*names, "response_format"]))
     assert (answer.text, answer.finish_reason) == ("Hello! How can I assist you today?", "stop")
-    assert page_1.ask(CHAT, messages=HI, temperature=None, max_tokens=1).completion_tokens == 1
+    assert quick.ask(CHAT, messages=HI, temperature=None, max_tokens=1).completion_tokens == 1
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b"[]", b'"x"', b"null", b"123", b'{"messages": "x"}'], ids=repr)
-def test_api_04_malformed_bodies_are_refused(page_1: Client, body: bytes) -> None:
-    assert page_1.refused(CHAT, body)
+def test_api_04_malformed_bodies_are_refused(quick: Client, body: bytes) -> None:
+    assert quick.refused(CHAT, body)
 
 
-def test_api_04_other_content_types_are_415(page_1: Client) -> None:
+def test_api_04_other_content_types_are_415(quick: Client) -> None:
     for kind in ("text/plain", ""):
-        assert page_1.refused(CHAT, json.dumps({"messages": HI}).encode(), 415, Content_Type=kind)
+        assert quick.refused(CHAT, json.dumps({"messages": HI}).encode(), 415, Content_Type=kind)
 
 
-def test_api_05_errors_have_one_form_and_the_official_client_reads_it(page_1: Client) -> None:
+def test_api_05_errors_have_one_form_and_the_official_client_reads_it(quick: Client) -> None:
     for method, path, status in (("GET", "/nowhere", 404), ("GET", CHAT, 405), ("POST", "/v1/models", 405)):
-        response = page_1.request(method, path)
+        response = quick.request(method, path)
         assert response.status == status
         assert response.error["message"]
-    client = openai.OpenAI(base_url=f"{page_1.server.url}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{quick.server.url}/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.completions.create(model=client.models.list().data[0].id, prompt=NUM, temperature=-1)
     assert caught.value.param == "temperature"
@@ -222,13 +222,13 @@ def test_api_05_errors_have_one_form_and_the_official_client_reads_it(page_1: Cl
         client.completions.create(model="another", prompt=NUM)
 
 
-def test_sse_06_what_is_known_before_the_first_token_is_a_status(page_1: Client) -> None:
-    error = page_1.refused(TEXT, {"prompt": NUM, "temperature": -1, "stream": True})
+def test_sse_06_what_is_known_before_the_first_token_is_a_status(quick: Client) -> None:
+    error = quick.refused(TEXT, {"prompt": NUM, "temperature": -1, "stream": True})
     assert error["param"] == "temperature"
 
 
-def test_sch_21_the_same_callers_id_twice_at_once_is_two_requests(page_1: Client) -> None:
-    with page_1.connect() as first, page_1.connect() as second:
+def test_sch_21_the_same_callers_id_twice_at_once_is_two_requests(quick: Client) -> None:
+    with quick.connect() as first, quick.connect() as second:
         for connection, prompt in ((first, NUM), (second, HELLO)):
             body = {"prompt": prompt, "request_id": "same", "rid": "same", "max_tokens": 4, "temperature": 0}
             connection.send("POST", TEXT, body, X_Request_Id="same")

@@ -61,6 +61,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorded = recorded
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would load its compiler for that."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func not in _READS_ON_THE_HOST, f"{func} waits for the device: it cannot be recorded"
         result = func(*args, **(kwargs or {}))

@@ -188,3 +188,16 @@ def test_memory_is_lent_again_when_no_tensor_looks_into_it() -> None:
         record(TEAM, lambda: torch.empty(2) + torch.empty(2))
     with pytest.raises(NotRecordableError, match="zero_"):
         record(TEAM, lambda: torch.empty(2).zero_())
+
+
+@pytest.mark.skipif(bool(loops_problem()), reason=str(loops_problem()))
+def test_recording_does_not_load_the_compiler_of_torch() -> None:
+    """Torch wraps the method of a mode in something that loads it, unless the mode says that it need not."""
+    from services.gpu_worker.cpu_loops import recording
+
+    (mode,) = (
+        cls
+        for cls in vars(recording).values()
+        if isinstance(cls, type) and "__torch_dispatch__" in vars(cls) and cls.__module__ == recording.__name__
+    )
+    assert not hasattr(vars(mode)["__torch_dispatch__"], "__wrapped__")

@@ -172,6 +172,7 @@ def worker_thread(settings: Settings) -> Iterator[WorkerThread]:
     try:
         yield worker
     finally:
+        worker.process.is_hurried = True  # nobody plans any more: it would wait for what it holds until it misses us
         worker.stop()
         worker.wait_ended()
 

@@ -95,7 +95,7 @@ def hub() -> Iterator[tuple[str, list[str]]]:
     asked: list[str] = []
     handler = type("Hub", (_Hub,), {"asked": asked})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}", asked
         server.shutdown()

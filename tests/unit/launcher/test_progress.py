@@ -43,7 +43,7 @@ def tokenizer() -> Iterator[tuple[int, type[_Tokenizer]]]:
     """A server on this machine: its port, and what it was asked."""
     handler = type("Tokenizer", (_Tokenizer,), {})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server.server_address[1], handler
         server.shutdown()

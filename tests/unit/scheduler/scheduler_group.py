@@ -29,6 +29,7 @@ from services.wire.transport import BlockingReceiver, DealerPort
 from tests.unit.scheduler.fake_worker import VOCAB_SIZE, FakeWorker
 
 PATIENCE_S = 20.0
+_NOTICED_S = 0.3
 M = TypeVar("M")
 
 
@@ -86,6 +87,9 @@ class Group:
         """Starts a peer; it greets at the next pump."""
         identity = Identity(role, instance) if epoch is None else Identity(role, instance, epoch)
         port = DealerPort(self.context, self.service.address, identity.routing_id)
+        assert port.socket.poll(
+            PATIENCE_S * 1000, zmq.POLLOUT
+        )  # a greeting before that comes again half a second later
         session = SchedulerSession(identity, "ipc://nowhere", dict, time.monotonic())
         session.worker_card = card
         session.set_state(State.READY, time.monotonic())
@@ -94,8 +98,9 @@ class Group:
         return peer
 
     def leave(self, peer: Peer) -> None:
-        """The peer's process dies."""
+        """The peer's process dies, which the scheduler notices sooner than in earnest if it is by its silence."""
         self.peers.remove(peer)
+        self.service._group.membership.peers[peer.identity.routing_id].silence_limit_s = _NOTICED_S
         peer.port.close()
 
     def mute(self, peer: Peer) -> None:

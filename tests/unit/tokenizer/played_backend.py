@@ -92,6 +92,7 @@ class Backend(threading.Thread):
             if self.tokenizer and not self.is_silent and now_s >= self._next_beat_s:
                 self._next_beat_s = now_s + 0.25
                 self._router.send(self.tokenizer, Heartbeat(self.identity.epoch, State.READY, 0))
+                self._router.send(self.tokenizer, self._load)  # a process that thought us lost has forgotten it
                 self._router.send(self.tokenizer, self._telemetry())
         for port in (self._router, *self._dealers.values(), *self._strangers):
             port.close()

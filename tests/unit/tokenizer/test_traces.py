@@ -230,7 +230,7 @@ def collector() -> Iterator[Collector]:
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         found.port = server.server_address[1]
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield found
         found.release.set()
