@@ -87,9 +87,8 @@ class Group:
         """Starts a peer; it greets at the next pump."""
         identity = Identity(role, instance) if epoch is None else Identity(role, instance, epoch)
         port = DealerPort(self.context, self.service.address, identity.routing_id)
-        assert port.socket.poll(
-            PATIENCE_S * 1000, zmq.POLLOUT
-        )  # a greeting before that comes again half a second later
+        # A greeting before it is connected would come again half a second later.
+        assert port.socket.poll(int(PATIENCE_S * 1000), zmq.POLLOUT)
         session = SchedulerSession(identity, "ipc://nowhere", dict, time.monotonic())
         session.worker_card = card
         session.set_state(State.READY, time.monotonic())
