@@ -24,6 +24,7 @@ from tests.integration.server import Server, running, start, wait_ready
 pytestmark = pytest.mark.timeout(240)
 
 _SETTINGS = {"kv_cache_tokens": 8192, "num_threads": 1}
+_QUICK = {**_SETTINGS, "numerics": "fast"}  # loads and answers sooner
 _LONG = {"prompt": "1, 2, 3, 4,", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 
 
@@ -136,7 +137,7 @@ def _finish(server: Server, timeout_s: float) -> int:
 def test_prc_03_ctrl_c_with_open_streams_ends_everything_within_5_s_and_leaves_nothing(
     smollm2_path: Path, runtime_directory: Path
 ) -> None:
-    with running(smollm2_path, num_tokenizers=2, num_detokenizers=2, **_SETTINGS) as server:
+    with running(smollm2_path, num_tokenizers=2, num_detokenizers=2, **_QUICK) as server:
         family = _family(server)
         assert len(family) == 7
         streams = [_stream(server) for _ in range(4)]
@@ -154,7 +155,7 @@ def test_prc_10_nobody_is_served_before_the_server_is_ready_and_everybody_after(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = start(smollm2_path, port=port, **_SETTINGS)
+    server = start(smollm2_path, port=port, **_QUICK)
     server.url = f"http://127.0.0.1:{port}"
     seen: set[tuple[int, int]] = set()
     is_ready = threading.Event()
