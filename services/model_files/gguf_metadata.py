@@ -26,6 +26,7 @@ _MAX_DIMENSIONS = 4
 # GGUF value types by their number in the file, as struct codes.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
+_LENGTH = struct.Struct("<Q")  # stands before each string
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +191,7 @@ class _HeaderReader:
 
     def _array(self, kind: int, length: int) -> list[int] | list[float] | list[str]:
         if kind == _STRING:
-            self._check_room(length * 8)
-            return [self._string() for _ in range(length)]
+            return self._strings(length)
         if kind not in _SCALARS:
             raise self._error(f"is an array of the unsupported element type {kind}")
         code = _SCALARS[kind]
@@ -203,6 +203,23 @@ class _HeaderReader:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
             raise self._error("is not valid UTF-8") from None
+
+    def _strings(self, count: int) -> list[str]:
+        """The same `count` times, in a loop that calls little: a vocabulary and its merges are 100,000 and more."""
+        self._check_room(count * _LENGTH.size)
+        data, end, position = self._data, self._size, self._position
+        texts: list[str] = []
+        try:
+            for _ in range(count):
+                start = position + _LENGTH.size
+                position = start + _LENGTH.unpack_from(data, position)[0] if start <= end else start
+                if position > end:
+                    self._check_room(position - self._position)
+                texts.append(data[start:position].decode("utf-8"))
+        except UnicodeDecodeError:
+            raise self._error("is not valid UTF-8") from None
+        self._position = position
+        return texts
 
     def _unpack(self, code: str) -> int:
         value: int = struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))[0]
