@@ -48,7 +48,7 @@ test-all: $(VENV)/.installed-test
 
 # Only the files that have the marker are collected: all of them take as long as some of the tests.
 test-surface: $(VENV)/.installed-test
-	$(PYTEST) -m surface -n $(TEST_WORKERS) --dist loadfile $(call marked,surface) $(ARGS)
+	$(PYTEST) -m surface -n $(TEST_WORKERS) $(BY_FILE) $(call marked,surface) $(ARGS)
 
 test-pairwise: $(VENV)/.installed-test
 	$(PYTEST) -m pairwise -n $(TEST_WORKERS) $(call marked,pairwise) $(ARGS)
