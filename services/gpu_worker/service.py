@@ -30,6 +30,7 @@ from services.wire.members import State
 from services.wire.steps import StepPlan
 
 _QUIET_S = 0.3  # told to stop: no plan for so long means that nothing runs any more
+_REJOIN_S = 0.5  # a socket tries to connect again every 0.1 s
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class WorkerService:
         self._next_step = 0
         self._last_plan_s = 0.0
         self._drain_deadline_s: float | None = None
+        self._alone_since_s: float | None = None  # told to stop: since when the scheduler is gone
 
     def serve(self) -> None:
         """Runs plans until told to stop and nothing is left to run.
@@ -129,13 +131,21 @@ class WorkerService:
         if self._pending:
             return False
         session = self._link.session
-        if now_s >= self._drain_deadline_s or not session.is_welcome or self._link.is_alone:
+        if now_s >= self._drain_deadline_s or not session.is_welcome or self._is_left(now_s):
             return True
         if self._plans or self._worker.state.num_held:
             return False
         if session.told_state is State.READY and session.scheduler_state is State.READY:
             return False  # it may not know yet, and send new rows
         return now_s - self._last_plan_s >= _QUIET_S
+
+    def _is_left(self, now_s: float) -> bool:
+        """Whether the scheduler has been gone for longer than a broken link takes to be made anew."""
+        if not self._link.is_alone:
+            self._alone_since_s = None
+            return False
+        self._alone_since_s = now_s if self._alone_since_s is None else self._alone_since_s
+        return now_s - self._alone_since_s >= _REJOIN_S
 
 
 def main(process: Process) -> None:
