@@ -54,7 +54,7 @@ OF_SCHEDULER: Mapping[str, str] = {
     "scheduler_refused_requests": "requests not taken",
     "scheduler_finished": "requests that ended, by `reason`: stop, length, abort, timeout, error",
     "scheduler_routed_requests": "requests given to a worker that is here, by `worker`",
-    "scheduler_chunk_tokens": "prompt tokens that fit into a step now, at the beginning of a prompt, by `worker`",
+    "scheduler_chunk_tokens": "prompt tokens that fit into a step beside decodes, at a prompt's beginning, by `worker`",
     "scheduler_worker_load_seconds": "how long what a worker was given takes it, as routing estimates, by `worker`",
     "scheduler_moved_requests": "requests that another worker took over before theirs, which left, had begun them",
     "scheduler_kv_pages": "pages of the KV pool",

@@ -2,8 +2,16 @@
 
 A worker measures its chunk at the start, alone on a machine at rest. Beside decodes, and with the other processes at
 work, the same chunk takes longer. So the time of every step with prompt tokens corrects what one of them is thought to
-take: at once when it is longer, slowly when it is shorter, because one step that is late is what those who are being
-answered see. The number of tokens never grows beyond the measured chunk, which the worker's memory is laid out for.
+take: half of the difference where it is longer, a fifth where it is shorter, because one step that is late is what
+those who are being answered see. Where nobody is being answered there is nobody to protect, and chunks are as measured.
+
+A step also takes time that does not depend on its tokens: all weights are read once. On a machine so busy that this
+alone takes as long as a chunk may, smaller chunks would only read them more often; so none is smaller than a third of
+the measured one.
+
+What a prompt costs is counted in tokens at the beginning of a prompt; one behind a context costs more (see
+`CoreLimits.prompt_cost`). The number of tokens never grows beyond the measured chunk, which the worker's memory is laid
+out for.
 
 It owns numbers only, and must never read a clock: times are the worker's own.
 """
@@ -12,17 +20,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LEAST_CHUNK = 64
-"""Fewer tokens read all weights for so little that prompts take several times as long."""
+LEAST_COST = 64
+"""What costs less reads all weights for so little that prompts take several times as long."""
+
+_MOST_SMALLER = 3
+_LONGER_WEIGHT = 0.5
+_SHORTER_WEIGHT = 0.2
+_MOST_LONGER = 4.0  # a step that stood still says nothing about the next ones
 
 
 @dataclass(slots=True)
 class PromptBudget:
-    """What a step has left for prompts: so many tokens, and what they may cost.
-
-    `cost` is counted in tokens at the beginning of a prompt; one behind a context costs more, see
-    `CoreLimits.prompt_cost`.
-    """
+    """What a step has left for prompts: so many tokens, and what they may cost."""
 
     tokens: int
     cost: int
@@ -36,11 +45,6 @@ class PromptBudget:
         return min(self.tokens, self.cost)
 
 
-_LONGER_WEIGHT = 0.5
-_SHORTER_WEIGHT = 0.2
-_MOST_LONGER = 4.0  # a step that stood still says nothing about the next ones
-
-
 class ChunkPace:
     """The pace of one worker.
 
@@ -52,28 +56,31 @@ class ChunkPace:
 
     def __init__(self, chunk_tokens: int, chunk_us: float, limit_us: float) -> None:
         self._limit_us = limit_us
+        self._measured = chunk_tokens
+        self._least = max(LEAST_COST, chunk_tokens // _MOST_SMALLER)
         self._token_us = chunk_us / max(chunk_tokens, 1)
         self._decode_us = 0.0  # of the last step without prompt tokens
         self._num_decodes = 1
 
-    def budget(self, most: int) -> PromptBudget:
-        """What fits into a step of at most so many prompt tokens; the cost of `LEAST_CHUNK` of them always does."""
-        if not self._limit_us or most <= LEAST_CHUNK:
+    def budget(self, most: int, num_decodes: int) -> PromptBudget:
+        """What fits into a step of at most so many prompt tokens, beside so many decodes."""
+        if not self._limit_us:
             return PromptBudget(most, most)
-        return PromptBudget(most, max(LEAST_CHUNK, int(self._limit_us / max(self._token_us, 1e-6))))
+        least = self._least if num_decodes else self._measured
+        return PromptBudget(most, max(least, int(self._limit_us / max(self._token_us, 1e-6))))
 
-    def on_step(self, step_us: int, num_decodes: int, num_prompt_tokens: int) -> None:
+    def on_step(self, step_us: int, num_decodes: int, prompt_cost: int) -> None:
         """A step has ended.
 
         Args:
             step_us: what it took, by the worker's clock.
             num_decodes: tokens that were no prompt's.
-            num_prompt_tokens: the others, those behind a context counted for more as in `budget`.
+            prompt_cost: what the others cost.
         """
-        if not num_prompt_tokens:
+        if not prompt_cost:
             self._decode_us, self._num_decodes = float(step_us), max(num_decodes, 1)
-        elif self._limit_us and num_prompt_tokens >= LEAST_CHUNK:  # in a smaller one the rest of a step prevails
+        elif self._limit_us and prompt_cost >= LEAST_COST:  # in a smaller one the rest of a step prevails
             decode_us = self._decode_us * min(1.0, num_decodes / self._num_decodes)
-            seen_us = max(step_us - decode_us, 0.5 * step_us) / num_prompt_tokens
+            seen_us = max(step_us - decode_us, 0.5 * step_us) / prompt_cost
             difference = min(seen_us, _MOST_LONGER * self._token_us) - self._token_us
             self._token_us += (_LONGER_WEIGHT if difference > 0 else _SHORTER_WEIGHT) * difference

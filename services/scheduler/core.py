@@ -255,7 +255,7 @@ class Core:
                 draft.add(request, 1)
         self.speculation.propose(draft, appended, self._in_flight)
         if prefills or self.queues.num_admissible:
-            budget = self.pace.budget(self.limits.prefill_budget(draft.num_tokens))
+            budget = self.pace.budget(self.limits.prefill_budget(draft.num_tokens), draft.num_tokens)
             for request in prefills:
                 if request.state is RequestState.RUNNING and budget:
                     draft.add_chunk(request, budget, self.limits)

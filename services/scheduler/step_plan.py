@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TypeAlias
 
 from services.scheduler.admission import CoreLimits
-from services.scheduler.chunk_pace import LEAST_CHUNK, PromptBudget
+from services.scheduler.chunk_pace import LEAST_COST, PromptBudget
 from services.scheduler.formation import March
 from services.scheduler.radix_cache import TOKEN_BYTES
 from services.scheduler.request import Request
@@ -127,7 +127,7 @@ class StepDraft:
         context = request.num_planned
         most = min(budget.tokens, limits.most_behind(context, budget.cost))
         is_cut = most < request.num_expected - context
-        if is_cut and limits.chunk_limit_us and most >= LEAST_CHUNK:
+        if is_cut and limits.chunk_limit_us and most >= LEAST_COST:
             most -= (self.num_tokens + most) % _TILE_TOKENS
         num_new_tokens = self._add_most(request, most)
         self.num_prompt_tokens += num_new_tokens

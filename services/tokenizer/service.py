@@ -154,7 +154,8 @@ class TokenizerService:
             async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
                 await _unless_ended(link, self._api.idle.wait())
         if not self._api.idle.is_set():
-            logger.warning("drain time is over: %d requests end here", len(self._link.table.requests))
+            why = "drain time is over" if time.monotonic() >= deadline_s else "there is no time to drain"
+            logger.warning("%s: %d requests end here", why, len(self._link.table.requests))
         self._link.end_requests(_last_word(self._process))
         with contextlib.suppress(TimeoutError):  # connections take no more bytes once the server shuts down
             async with asyncio.timeout(_LAST_WORDS_S):

@@ -194,7 +194,7 @@ def _choice(choice: object, param: str, functions: Sequence[DeclaredFunction]) -
             raise bad_field(param, "there are no tools to call")
         return choice == "required", None
     name, place = _chosen_name(_object(choice, param), param)
-    if name not in {function.name for function in functions}:
+    if name not in [function.name for function in functions]:  # it may be anything: a list cannot be in a set
         raise bad_field(place, "is no declared function")
     return True, name
 

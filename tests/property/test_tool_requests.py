@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.runtime.config import Settings
@@ -89,6 +89,9 @@ CHOICES = (
     st.sampled_from(FORMS),
     st.sampled_from(Thinking),
 )
+@example({"function_call": {"name": []}}, FORMS[0], next(iter(Thinking)))
+@example({"tool_choice": {"type": "function", "function": {"name": {}}}}, FORMS[0], next(iter(Thinking)))
+@example({"tool_choice": {"type": []}}, FORMS[0], next(iter(Thinking)))
 @settings(max_examples=250, deadline=None)
 def test_fields_of_tools_are_understood_or_refused_by_name(
     fields: dict[str, Any], form: CallForm, thinking: Thinking

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.chunk_pace import LEAST_CHUNK, ChunkPace
+from services.scheduler.chunk_pace import LEAST_COST, ChunkPace, PromptBudget
 from services.wire.columns import unpack_int32
 from services.wire.steps import StepPlan, StepResult
 from tests.unit.scheduler.core_driver import Driver, new_limits
@@ -19,8 +19,8 @@ MEASURED = (600, 300_000.0, 300_000.0)
 
 
 def most(pace: ChunkPace, limit: int) -> int:
-    """Tokens that fit at the beginning of a prompt."""
-    return pace.budget(limit).most_at_beginning
+    """Tokens that fit at the beginning of a prompt, beside decodes."""
+    return pace.budget(limit, 8).most_at_beginning
 
 
 def test_a_pace_that_was_measured_right_stays() -> None:
@@ -35,8 +35,8 @@ def test_a_faster_pace_than_measured_pays_for_context_and_never_for_more_tokens(
     pace = ChunkPace(*MEASURED)
     for _ in range(40):
         pace.on_step(150_000, 0, 600)
-    assert (pace.budget(600).tokens, most(pace, 600)) == (600, 600)
-    assert 1190 < pace.budget(600).cost <= 1200
+    assert (pace.budget(600, 8).tokens, most(pace, 600)) == (600, 600)
+    assert 1190 < pace.budget(600, 8).cost <= 1200
 
 
 def test_longer_steps_count_at_once_and_shorter_ones_slowly() -> None:
@@ -63,17 +63,37 @@ def test_what_decodes_take_by_themselves_is_not_the_prompts() -> None:
 
 def test_neither_a_small_chunk_nor_a_step_that_stood_still_says_much() -> None:
     pace = ChunkPace(*MEASURED)
-    pace.on_step(300_000, 8, LEAST_CHUNK - 1)
+    pace.on_step(300_000, 8, LEAST_COST - 1)
     assert most(pace, 600) == 600
     pace.on_step(60_000_000, 0, 600)
     assert most(pace, 600) == 240  # a step four times as long, half of which is believed
 
 
 def test_a_chunk_never_becomes_smaller_than_is_worth_it() -> None:
-    pace = ChunkPace(*MEASURED)
+    pace, small = ChunkPace(*MEASURED), ChunkPace(80, 300_000.0, 300_000.0)
     for _ in range(10):
         pace.on_step(60_000_000, 0, 600)
-    assert (most(pace, 600), most(pace, 40)) == (LEAST_CHUNK, 40)
+        small.on_step(60_000_000, 0, 600)
+    assert (most(pace, 600), most(pace, 40)) == (200, 40)
+    assert most(small, 80) == LEAST_COST
+
+
+def test_a_busy_machine_slows_nobodys_prompt_where_nobody_is_being_answered() -> None:
+    pace = ChunkPace(*MEASURED)
+    for _ in range(10):
+        pace.on_step(3_000_000, 0, 600)
+    assert pace.budget(600, 0) == PromptBudget(600, 600)
+    assert pace.budget(600, 1) == PromptBudget(600, 200)
+
+
+@pytest.mark.parametrize("fixed_us", [0, 60_000, 150_000])
+def test_what_a_step_takes_whatever_its_tokens_does_not_make_chunks_ever_smaller(fixed_us: int) -> None:
+    """Steps of 1 ms a token and a fixed part settle where they take the limit, not below."""
+    pace = ChunkPace(*MEASURED)
+    for _ in range(60):
+        cost = most(pace, 600)
+        pace.on_step(fixed_us + 1000 * cost, 0, cost)
+    assert fixed_us + 1000 * most(pace, 600) == pytest.approx(max(300_000, fixed_us + 200_000), rel=0.02)
 
 
 def test_without_a_limit_chunks_are_as_they_are() -> None:
@@ -92,7 +112,7 @@ def test_whatever_is_seen_a_budget_is_within_its_bounds(
     pace = ChunkPace(*measured)
     for step in seen:
         pace.on_step(*step)
-        assert min(limit, LEAST_CHUNK) <= most(pace, limit) <= limit
+        assert min(limit, LEAST_COST) <= most(pace, limit) <= limit
 
 
 @pytest.mark.parametrize("chunk_context", [0, 500])
@@ -132,7 +152,7 @@ def test_a_machine_twice_as_slow_as_measured_is_held_to_the_limit_from_the_secon
     while not long.token_ids:
         seen.append(step())
     *chunks, _last = seen
-    assert all((tokens + 1) % 16 == 0 for _, tokens in chunks if tokens >= LEAST_CHUNK)
+    assert all((tokens + 1) % 16 == 0 for _, tokens in chunks if tokens >= LEAST_COST)
     assert sum(tokens for _, tokens in seen) == 2000
     assert (
         max(took_us for took_us, _ in chunks[2:]) < 260_000
