@@ -6,8 +6,9 @@ Texts are continued greedily in exact numerics. Of every position of them, promp
 distribution over the next token: what is told is the mean Kullback-Leibler divergence of fast from exact in nats, its
 99th percentile, and at how many positions both find the same likeliest token. This is told twice, because matrices may
 have a form for few rows and one for many: with a text computed at once, as a prompt is, and token by token, as an
-answer is. Then the texts are continued in fast numerics too, and those that are the same to the end are counted. On the
-CPU; how fast the machine is does not matter.
+answer is. Then the texts are continued in fast numerics too, one at a time, and those that are the same to the end are
+counted; and once more together, one more of them joining in every fourth step, as requests do that share a server. On
+the CPU; how fast the machine is does not matter.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from services.runtime.config import Settings
 
 _CPU = torch.device("cpu")
 _PAGE_SIZE = 16
+_JOIN_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,23 @@ class Agreement:
 
 
 class Writer:
-    """Computes texts, one at a time, in one of the two ways."""
+    """Computes texts in one of the two ways, up to `num_rows` of them together."""
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights[Projection], max_tokens: int, *, is_exact: bool
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights[Projection],
+        num_rows: int,
+        max_tokens: int,
+        *,
+        is_exact: bool,
     ) -> None:
-        self._pages = list(range(-(-max_tokens // _PAGE_SIZE)))
+        num_pages = -(-max_tokens // _PAGE_SIZE)
+        self._pages = [list(range(row * num_pages, (row + 1) * num_pages)) for row in range(num_rows)]
         settings = Settings(numerics="exact" if is_exact else "fast")
         kv_dtype = choose_kv_dtype(settings, _CPU, torch.float32, config.head_dim)
         shape = KvCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, _PAGE_SIZE, kv_dtype)
-        pool = KvCache(shape, len(self._pages), _CPU)
+        pool = KvCache(shape, num_rows * num_pages, _CPU)
         rounds_prompts = not is_exact and has_fast_bfloat16()
         attention = PagedCpuAttention(kv_dtype, computes_in=torch.float32, rounds_prompts=rounds_prompts)
         self._runner = ModelRunner(config, weights, pool, attention, operators_for(_CPU))
@@ -105,8 +114,20 @@ class Writer:
             ids.append(int(logits[-1].argmax()))
         return ids
 
+    def continuations(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+        """The prompts and their greedy continuations, computed together; each joins some steps after the one before."""
+        texts, starts = [list(prompt) for prompt in prompts], [0] * len(prompts)
+        for step in range(num_tokens + _JOIN_STEPS * (len(prompts) - 1)):
+            here = [row for row in range(len(texts)) if 0 <= step - _JOIN_STEPS * row < num_tokens]
+            rows = [StepRow(texts[row][starts[row] :], starts[row], self._pages[row], True) for row in here]
+            logits = self._runner.forward(build_step_inputs(rows, _PAGE_SIZE, _CPU))
+            for row, token_id in zip(here, logits.argmax(-1).tolist(), strict=True):
+                starts[row] = len(texts[row])
+                texts[row].append(token_id)
+        return texts
+
     def _step(self, new_ids: Sequence[int], start: int) -> Tensor:
-        inputs = build_step_inputs([StepRow(new_ids, start, self._pages, True)], _PAGE_SIZE, _CPU)
+        inputs = build_step_inputs([StepRow(new_ids, start, self._pages[0], True)], _PAGE_SIZE, _CPU)
         return self._runner.logits(self._runner.normed(self._runner.hidden(inputs), torch.arange(len(new_ids))))
 
 
@@ -144,15 +165,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prompts = [tokenizer.encode(text).ids for text in BEGINNINGS[: options.texts]]
     longest = max(map(len, prompts)) + options.tokens
     print(f"fast: {forms.description}")
-    exact = Writer(model.config, model.weights, longest, is_exact=True)
-    fast = Writer(model.config, fast_model.weights, longest, is_exact=False)
-    at_once, by_token, num_same_texts = [], [], 0
+    exact = Writer(model.config, model.weights, 1, longest, is_exact=True)
+    fast = Writer(model.config, fast_model.weights, len(prompts), longest, is_exact=False)
+    at_once, by_token, texts = [], [], []
     for number, prompt in enumerate(prompts, start=1):
         text = exact.continuation(prompt, options.tokens)
         expected = exact.logits(text)
         at_once.append(agreement_of(expected, fast.logits(text)))
         by_token.append(agreement_of(expected, fast.logits_by_token(text)))
-        num_same_texts += fast.continuation(prompt, options.tokens) == text
+        texts.append((text, fast.continuation(prompt, options.tokens)))
         print(
             f"text {number} of {len(prompts)}: divergence {at_once[-1].mean:.1e} at once, "
             f"{by_token[-1].mean:.1e} token by token",
@@ -164,7 +185,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{name}: {len(agreement.divergences)} positions, divergence {agreement.mean:.2e} on average, "
             f"{agreement.p99:.2e} at the 99th percentile; same likeliest token at {100 * agreement.same_share:.2f} %"
         )
-    print(f"{num_same_texts} of {len(prompts)} greedy texts of {options.tokens} tokens the same")
+    together = fast.continuations(prompts, options.tokens)
+    num_same = sum(text == alone for text, alone in texts)
+    num_same_together = sum(alone == text for (_, alone), text in zip(texts, together, strict=True))
+    print(
+        f"{num_same} of {len(prompts)} greedy texts of {options.tokens} tokens the same as in exact numerics, "
+        f"{num_same_together} the same together as alone"
+    )
     if options.out is not None:
         report = source | {
             "fast": forms.description,
@@ -173,7 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             **{name: agreement.numbers for name, agreement in found.items()},
             "texts": len(prompts),
             "tokens": options.tokens,
-            "same_texts": num_same_texts,
+            "same_texts": num_same,
+            "same_texts_together": num_same_together,
         }
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

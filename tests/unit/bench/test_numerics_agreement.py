@@ -16,11 +16,19 @@ from services.model_files.source import open_model
 
 def test_a_text_has_the_same_logits_as_it_is_written_and_as_a_whole(tmp_path: Path) -> None:
     model = load_model(open_model(write_checkpoint(tmp_path / "llama", "llama")), torch.device("cpu"))
-    writer = Writer(model.config, model.weights, 12, is_exact=True)
+    writer = Writer(model.config, model.weights, 1, 12, is_exact=True)
     text = writer.continuation([3, 1, 4], 9)
     assert len(text) == 12
     likeliest = writer.logits(text).argmax(-1).tolist()
     assert likeliest[2:-1] == text[3:]
+
+
+def test_texts_that_join_one_after_another_are_what_they_are_alone_where_nothing_rounds(tmp_path: Path) -> None:
+    model = load_model(open_model(write_checkpoint(tmp_path / "llama", "llama")), torch.device("cpu"))
+    writer = Writer(model.config, model.weights, 3, 20, is_exact=True)
+    prompts = [[3, 1, 4], [1, 5, 9, 2, 6], [5]]
+    together = writer.continuations(prompts, 15)
+    assert together == [writer.continuation(prompt, 15) for prompt in prompts]
 
 
 def test_a_divergence_is_that_of_two_distributions() -> None:
