@@ -14,8 +14,10 @@ from time import perf_counter
 import torch
 
 from services.gpu_worker.bench.report import BenchError, StepCount, beside_limits, tell, tell_machine
+from services.gpu_worker.models.parse_config import parse_model_config
 from services.gpu_worker.start_up import ReadyWorker, start_up
 from services.gpu_worker.step_launcher import PendingStep
+from services.model_files.source import open_model
 from services.runtime.config import Settings
 from services.wire.columns import pack_int32
 from services.wire.request_params import SamplingParams
@@ -47,18 +49,31 @@ def bench_engine(settings: Settings, arguments: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--sampling", choices=("greedy", "drawn"), required=True)
     options = parser.parse_args(arguments)
+    _check_rows(settings, max(options.rows), options.context, options.steps)
     worker = start_up(settings, lambda: None)
     try:
         tell_machine(worker.roofline.machine)
         engine = Engine(worker, options.sampling == "drawn")
         for num_rows in options.rows:
-            engine.check(num_rows, options.context, options.steps)
+            engine.check_pool(num_rows, options.context, options.steps)
         for num_rows in options.rows:
             prefill, decode = engine.run(num_rows, options.context, options.steps)
             for name, phase in (("prefill", prefill), ("decode", decode)):
                 tell(row=_row(name, num_rows, options.context, phase, worker))
     finally:
         worker.grammars.close()
+
+
+def _check_rows(settings: Settings, num_rows: int, context: int, num_steps: int) -> None:
+    """BenchError where no worker with these settings can hold so much: known before weights are read."""
+    if num_rows > settings.max_running_requests:
+        raise BenchError(f"--rows: {num_rows} are more than --max-running-requests {settings.max_running_requests}")
+    most = settings.max_model_len or parse_model_config(open_model(settings.model)).max_position_embeddings
+    if (length := context + num_steps + _WARM_UP_STEPS) > most:
+        raise BenchError(
+            f"--context {context}, {_WARM_UP_STEPS} tokens of warm-up and --steps {num_steps} are {length} tokens: "
+            f"more than the context of {most}"
+        )
 
 
 def _row(name: str, num_rows: int, context: int, phase: Phase, worker: ReadyWorker) -> dict[str, object]:
@@ -82,13 +97,9 @@ class Engine:
         self._num_steps = 0
         self._released = b""
 
-    def check(self, num_rows: int, context: int, num_steps: int) -> None:
-        """BenchError where this worker cannot hold so much."""
+    def check_pool(self, num_rows: int, context: int, num_steps: int) -> None:
+        """BenchError where the pool of this worker does not hold so much."""
         card, length = self._worker.card, context + num_steps + _WARM_UP_STEPS
-        if num_rows > card.max_rows:
-            raise BenchError(f"{num_rows} rows are more than --max-running-requests {card.max_rows}")
-        if length > card.max_model_len:
-            raise BenchError(f"{length} tokens of a row are more than the context of {card.max_model_len}")
         if num_rows * -(-length // card.page_size) > card.num_pages:
             tokens = card.num_pages * card.page_size
             raise BenchError(f"{num_rows} rows of {length} tokens do not fit a pool of {tokens} (--kv-cache-tokens)")
