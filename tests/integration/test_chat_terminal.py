@@ -78,9 +78,13 @@ def plain(text: str) -> str:
     text = re.sub(r"\x1b\[(\d+)D\x1b\[K", lambda match: "\b" * int(match[1]), text).replace("\r\n", "\n")
     text = re.sub(r"[^\n]*\r\x1b\[K", "", text)
     text = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]|\r(?=.)", "", text, flags=re.DOTALL)
-    while "\b" in text:
-        text = re.sub(r"(?:^|[^\b\n])\b", "", text, count=1)
+    while "\x08" in text:  # \b would be the edge of a word
+        text = re.sub(r"(?:^|(?<=\n)|[^\x08\n])\x08", "", text, count=1)
     return text
+
+
+def test_what_is_taken_back_of_a_line_is_not_shown() -> None:
+    assert plain("one two-\x1b[4D\x1b[K\r\ntwo-three\x08\x08\x1b[Kx\n\x08\x08y") == "one \ntwo-thrx\ny"
 
 
 @contextmanager
