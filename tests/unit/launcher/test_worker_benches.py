@@ -101,4 +101,6 @@ def test_a_worker_is_measured_in_a_child(tmp_path: Path, capsys: pytest.CaptureF
     assert lines[0].startswith("the CPU, 1 threads: limits ")
     assert [line.split("|")[1].strip() for line in lines[4:]] == ["prefill", "decode"] * 2
     assert main(["bench", "engine", model, *steps, *common, "--max-model-len", "16"]) == 2
-    assert capsys.readouterr().err == "tokenway: 27 tokens of a row are more than the context of 16\n"
+    assert capsys.readouterr().err == (
+        "tokenway: --context 20, 3 tokens of warm-up and --steps 4 are 27 tokens: more than the context of 16\n"
+    )
