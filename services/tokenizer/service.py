@@ -143,8 +143,10 @@ class TokenizerService:
         self._link.view.is_draining = True
         self._link.set_state(State.DRAINING)
         deadline_s = time.monotonic() + self._process.drain_timeout_s
-        # Balancers look at /ready every so often: new connections are taken until they have seen that we leave.
-        await _unless_ended(link, asyncio.sleep(min(self._notice_s, self._process.drain_timeout_s)))
+        notice_s = min(self._notice_s, self._process.drain_timeout_s)
+        await _unless_ended(
+            link, asyncio.sleep(notice_s)
+        )  # until balancers, which ask /ready so often, know that we leave
         for server in serving:
             server.close()
         await asyncio.sleep(0)  # what has arrived is handed to its handlers before idle connections are closed

@@ -159,13 +159,13 @@ async def hold(conversation: Conversation, num_answers: int) -> Heard:
                 await loop.sock_sendall(ours, piece)
                 num_sent += len(piece)
                 while connection.num_received < num_sent:
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)  # until the server has read it
                 for _ in range(conversation.turns):
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)  # so many turns of the loop are what is tried
             while not heard.has_ended and len(heard.answers) < num_answers:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # until all answers are here
             for _ in range(40):
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # turns in which an answer too many would come
             ours.shutdown(socket.SHUT_WR)
             await listening
     await server.shutdown(1)

@@ -58,8 +58,8 @@ def attend_parts(queries: Tensor, keys: Tensor, values: Tensor) -> Parts:
 
 def joined(parts: Parts) -> Tensor:
     """Attention over all positions: [num_new, num_heads, head_dim] float32."""
-    share = torch.sigmoid(parts.before_sums - parts.own_sums)[..., None]  # of the tokens computed before
-    numbers = torch.lerp(parts.own.to(torch.float32), parts.before.to(torch.float32), share)
+    part = torch.sigmoid(parts.before_sums - parts.own_sums)[..., None]  # of the tokens computed before
+    numbers = torch.lerp(parts.own.to(torch.float32), parts.before.to(torch.float32), part)
     return numbers.permute(2, 0, 1, 3).flatten(1, 2)
 
 

@@ -10,7 +10,7 @@ from numba.core import cgutils
 from numba.core.base import BaseContext
 from numba.extending import intrinsic
 
-from services.gpu_worker.cpu_loops.vectors import F16, F32, I16, I32, I64, call, element, load, splat, store
+from services.gpu_worker.cpu_loops.vectors import F16, F32, I32, I64, call, element, load, rounded_bits, splat, store
 
 LANES = 16
 """A head's width must be a multiple of it."""
@@ -191,23 +191,14 @@ def store_halves(_typing: object, target: object, source: object, count: object)
 
 @intrinsic  # type: ignore[untyped-decorator]
 def round_halves(_typing: object, target: object, source: object, count: object) -> object:
-    """Rounds [count] numbers of half precision to bfloat16, at two addresses; `count` is a multiple of `LANES`.
-
-    As `jit.rounded` does, the even one of two that are as near; NaN stays NaN.
-    """
+    """Rounds [count] numbers of half precision to bfloat16, at two addresses; `count` is a multiple of `LANES`."""
 
     def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
         target, source, count = values
-        whole, half = ir.VectorType(I32, LANES), ir.VectorType(I16, LANES)
-        sixteen, most_below, one, undefined = (whole([n] * LANES) for n in (16, 0x7FFF, 1, 0x7FC0))
         with cgutils.for_range(builder, builder.udiv(count, I64(LANES)), intp=I64) as loop:
             place = element(builder, source, loop.index, 2 * LANES)
             numbers = builder.fpext(load(builder, place, _HALVES, align=2), _VECTOR)
-            bits = builder.bitcast(numbers, whole)
-            last_kept = builder.and_(builder.lshr(bits, sixteen), one)
-            nearest = builder.lshr(builder.add(builder.add(bits, most_below), last_kept), sixteen)
-            kept = builder.select(builder.fcmp_unordered("uno", numbers, numbers), undefined, nearest)
-            store(builder, builder.trunc(kept, half), element(builder, target, loop.index, 2 * LANES), align=2)
+            store(builder, rounded_bits(builder, numbers), element(builder, target, loop.index, 2 * LANES), align=2)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), generate

@@ -19,9 +19,11 @@ from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 from services.gpu_worker.cpu_loops import keeps_compiled
+from services.gpu_worker.cpu_loops.vectors import rounded_bits
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
+Bits = npt.NDArray[np.uint16]
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +102,7 @@ def rounded(_typing: object, number: object) -> tuple[object, object]:
     """The bits of the bfloat16 nearest to a float32, the even one of two; NaN stays NaN."""
 
     def generate(_context: object, builder: ir.IRBuilder, _signature: object, arguments: list[ir.Value]) -> ir.Value:
-        whole, half = ir.IntType(32), ir.IntType(16)
-        bits = builder.bitcast(arguments[0], whole)
-        last_kept = builder.and_(builder.lshr(bits, whole(16)), whole(1))
-        nearest = builder.lshr(builder.add(builder.add(bits, whole(0x7FFF)), last_kept), whole(16))
-        is_nan = builder.fcmp_unordered("uno", arguments[0], arguments[0])
-        return builder.trunc(builder.select(is_nan, whole(0x7FC0), nearest), half)
+        return rounded_bits(builder, arguments[0])
 
     return types.uint16(types.float32), generate
 
@@ -132,9 +129,9 @@ def floats(address: int, count: int) -> Floats:
 
 
 @compiled
-def bfloat16s(address: int, count: int) -> npt.NDArray[np.uint16]:
+def bfloat16s(address: int, count: int) -> Bits:
     """The bits of [count] bfloat16 at an address."""
-    view: npt.NDArray[np.uint16] = carray(_pointer(address), count, np.uint16)
+    view: Bits = carray(_pointer(address), count, np.uint16)
     return view
 
 

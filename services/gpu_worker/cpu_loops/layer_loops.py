@@ -8,6 +8,7 @@ import numpy as np
 
 from services.gpu_worker.cpu_loops.head_vectors import store_halves
 from services.gpu_worker.cpu_loops.jit import (
+    Bits,
     Floats,
     bfloat16s,
     compiled,
@@ -37,6 +38,22 @@ def _norm_row(x: Floats, weight: Floats, out: Floats, width: int, eps: np.float3
         out[i] = x[i] * factor * weight[i]
 
 
+@compiled
+def _add_norm_row(total: Floats, added: Floats, weight: Floats, out: Floats, width: int, eps: np.float32) -> None:
+    for k in range(width):
+        total[k] += added[k]
+    _norm_row(total, weight, out, width, eps)
+
+
+@compiled
+def _add_norm_row_rounded(total: Floats, added: Bits, weight: Floats, out: Bits, width: int, eps: np.float32) -> None:
+    for k in range(width):
+        total[k] += widened(added[k])
+    factor = _norm_factor(total, width, eps)
+    for k in range(width):
+        out[k] = rounded(total[k] * factor * weight[k])
+
+
 @loop
 def NORM(pointer: Any) -> None:  # noqa: N802
     """Computes out [rows, inner, width] = norm of x [rows, inner, width]; the rows of both may lie apart."""
@@ -52,30 +69,16 @@ def NORM(pointer: Any) -> None:  # noqa: N802
 
 @loop
 def ADD_NORM(pointer: Any) -> None:  # noqa: N802
-    """Adds addend to hidden [rows, width] in place, and computes out, its norm."""
-    hidden, addend, weight, out, rows, width, eps = integers(pointer, 7)
+    """Adds addend to hidden [rows, width] in place, and computes out, its norm; both others have so many bits."""
+    hidden, addend, weight, out, rows, width, eps, bits = integers(pointer, 8)
     first, end = share(rows)
-    gain, epsilon = floats(weight, width), floats(eps, 1)[0]
+    gain, epsilon, size = floats(weight, width), floats(eps, 1)[0], bits // 8 * width
     for i in range(first, end):
-        total, added = floats(hidden + 4 * i * width, width), floats(addend + 4 * i * width, width)
-        for k in range(width):
-            total[k] += added[k]
-        _norm_row(total, gain, floats(out + 4 * i * width, width), width, epsilon)
-
-
-@loop
-def ADD_NORM_ROUNDED(pointer: Any) -> None:  # noqa: N802
-    """The same with addend and out in bfloat16."""
-    hidden, addend, weight, out, rows, width, eps = integers(pointer, 7)
-    first, end = share(rows)
-    gain, epsilon = floats(weight, width), floats(eps, 1)[0]
-    for i in range(first, end):
-        total, added = floats(hidden + 4 * i * width, width), bfloat16s(addend + 2 * i * width, width)
-        for k in range(width):
-            total[k] += widened(added[k])
-        factor, result = _norm_factor(total, width, epsilon), bfloat16s(out + 2 * i * width, width)
-        for k in range(width):
-            result[k] = rounded(total[k] * factor * gain[k])
+        total, added, result = floats(hidden + 4 * i * width, width), addend + i * size, out + i * size
+        if bits == 16:
+            _add_norm_row_rounded(total, bfloat16s(added, width), gain, bfloat16s(result, width), width, epsilon)
+        else:
+            _add_norm_row(total, floats(added, width), gain, floats(result, width), width, epsilon)
 
 
 @compiled
@@ -83,28 +86,30 @@ def _gated(gate: np.float32, up: np.float32) -> np.float32:
     return np.float32(gate / (np.float32(1) + exponential(min(-gate, np.float32(87)))) * up)
 
 
+@compiled
+def _gated_row(gate: Floats, up: Floats, out: Floats, width: int) -> None:
+    for k in range(width):
+        out[k] = _gated(gate[k], up[k])
+
+
+@compiled
+def _gated_row_rounded(gate: Bits, up: Bits, out: Bits, width: int) -> None:
+    for k in range(width):
+        out[k] = rounded(_gated(widened(gate[k]), widened(up[k])))
+
+
 @loop
 def GATED(pointer: Any) -> None:  # noqa: N802
-    """Computes out [rows, width] = silu(gate) * up of gate_up [rows, 2 * width]."""
-    gate_up, out, rows, width = integers(pointer, 4)
+    """Computes out [rows, width] = silu(gate) * up of gate_up [rows, 2 * width], in numbers of so many bits."""
+    gate_up, out, rows, width, bits = integers(pointer, 5)
     first, end = share(rows)
+    size = bits // 8 * width
     for i in range(first, end):
-        gate, up = floats(gate_up + 8 * i * width, width), floats(gate_up + 8 * i * width + 4 * width, width)
-        result = floats(out + 4 * i * width, width)
-        for k in range(width):
-            result[k] = _gated(gate[k], up[k])
-
-
-@loop
-def GATED_ROUNDED(pointer: Any) -> None:  # noqa: N802
-    """The same in bfloat16; computed in float32."""
-    gate_up, out, rows, width = integers(pointer, 4)
-    first, end = share(rows)
-    for i in range(first, end):
-        gate, up = bfloat16s(gate_up + 4 * i * width, width), bfloat16s(gate_up + 4 * i * width + 2 * width, width)
-        result = bfloat16s(out + 2 * i * width, width)
-        for k in range(width):
-            result[k] = rounded(_gated(widened(gate[k]), widened(up[k])))
+        gate, up, result = gate_up + 2 * i * size, gate_up + (2 * i + 1) * size, out + i * size
+        if bits == 16:
+            _gated_row_rounded(bfloat16s(gate, width), bfloat16s(up, width), bfloat16s(result, width), width)
+        else:
+            _gated_row(floats(gate, width), floats(up, width), floats(result, width), width)
 
 
 @compiled

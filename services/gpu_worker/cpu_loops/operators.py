@@ -7,7 +7,7 @@ from array import array
 import torch
 from torch import Tensor
 
-from services.gpu_worker.cpu_loops.layer_loops import ADD_NORM, ADD_NORM_ROUNDED, GATED, GATED_ROUNDED, NORM
+from services.gpu_worker.cpu_loops.layer_loops import ADD_NORM, GATED, NORM
 from services.gpu_worker.cpu_loops.team import LARGE_WORK, TEAM
 from services.gpu_worker.models.operators import PlainOperators
 
@@ -51,12 +51,12 @@ class LoopOperators:
         if not is_computed or not (hidden.is_contiguous() and addend.is_contiguous()):
             return self._plain.add_norm(hidden, addend, weight, eps)
         out = torch.empty(addend.shape, dtype=addend.dtype)
-        add_norm = ADD_NORM if addend.dtype == torch.float32 else ADD_NORM_ROUNDED
         rows, width = hidden.shape
         numbers = (
             hidden.data_ptr(), addend.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, self._at(eps),
+            8 * addend.dtype.itemsize,
         )  # fmt: skip
-        self._team.run(add_norm, array("q", numbers), hidden.numel() >= LARGE_WORK)
+        self._team.run(ADD_NORM, array("q", numbers), hidden.numel() >= LARGE_WORK)
         return hidden, out
 
     def norm_heads(self, heads: Tensor, num_queries: int, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
@@ -74,9 +74,8 @@ class LoopOperators:
             return self._plain.gated(gate_up)
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, width, dtype=gate_up.dtype)
-        gated = GATED if gate_up.dtype == torch.float32 else GATED_ROUNDED
-        numbers = (gate_up.data_ptr(), out.data_ptr(), rows, width)
-        self._team.run(gated, array("q", numbers), gate_up.numel() >= LARGE_WORK)
+        numbers = (gate_up.data_ptr(), out.data_ptr(), rows, width, 8 * gate_up.dtype.itemsize)
+        self._team.run(GATED, array("q", numbers), gate_up.numel() >= LARGE_WORK)
         return out
 
     def _at(self, eps: float) -> int:

@@ -39,17 +39,17 @@ def JOIN_PARTS(pointer: Any) -> None:  # noqa: N802
     Each part, and its sums, are [kv_heads, group, rows]: an address and three strides.
     """
     (
-        before, before_kv, before_group, before_row, weights, weights_kv, weights_group, weights_row,
-        own, own_kv, own_group, own_row, own_weights, own_weights_kv, own_weights_group, own_weights_row,
+        before, before_kv, before_group, before_row, sums, sums_kv, sums_group, sums_row,
+        own, own_kv, own_group, own_row, own_sums, own_sums_kv, own_sums_group, own_sums_row,
         out, rows, kv_heads, group, dim,
     ) = integers(pointer, 21)  # fmt: skip
     first, end = share(rows)
     for i in range(first, end):
         for head in range(kv_heads * group):
             a, b = head // group, head % group
-            weight = floats(weights + 4 * (a * weights_kv + b * weights_group + i * weights_row), 1)[0]
-            own_weight = floats(own_weights + 4 * (a * own_weights_kv + b * own_weights_group + i * own_weights_row), 1)
-            part = np.float32(1) / (np.float32(1) + exponential(min(own_weight[0] - weight, np.float32(87))))
+            log_sum = floats(sums + 4 * (a * sums_kv + b * sums_group + i * sums_row), 1)[0]
+            own_log_sum = floats(own_sums + 4 * (a * own_sums_kv + b * own_sums_group + i * own_sums_row), 1)[0]
+            part = np.float32(1) / (np.float32(1) + exponential(min(own_log_sum - log_sum, np.float32(87))))
             earlier = bfloat16s(before + 2 * (a * before_kv + b * before_group + i * before_row), dim)
             later = bfloat16s(own + 2 * (a * own_kv + b * own_group + i * own_row), dim)
             result = floats(out + 4 * (i * kv_heads * group + head) * dim, dim)

@@ -35,3 +35,18 @@ def call(builder: ir.IRBuilder, name: str, kind: ir.Type, values: list[ir.Value]
     """One of LLVM's own functions."""
     function_type = ir.FunctionType(kind, [value.type for value in values])
     return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), values)
+
+
+def rounded_bits(builder: ir.IRBuilder, numbers: ir.Value) -> ir.Value:
+    """The bits of the bfloat16 nearest to a float32, or to each of a vector; the even one of two; NaN stays NaN."""
+    count = getattr(numbers.type, "count", None)
+    whole, half = (I32, I16) if count is None else (ir.VectorType(I32, count), ir.VectorType(I16, count))
+
+    def constant(number: int) -> ir.Constant:
+        return whole(number if count is None else [number] * count)
+
+    bits = builder.bitcast(numbers, whole)
+    last_kept = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    nearest = builder.lshr(builder.add(builder.add(bits, constant(0x7FFF)), last_kept), constant(16))
+    is_nan = builder.fcmp_unordered("uno", numbers, numbers)
+    return builder.trunc(builder.select(is_nan, constant(0x7FC0), nearest), half)
