@@ -27,10 +27,12 @@ def pytest_sessionstart() -> None:
 def _compile_loops() -> None:
     from services.gpu_worker import cpu_loops  # with torch, which many tests do not need
     from services.gpu_worker.products.grid import has_grid_loop
+    from services.gpu_worker.products.tiles import has_tile_loop
 
     if not cpu_loops.loops_problem():
+        has = {"grid_loop": has_grid_loop(), "tile_loop": has_tile_loop()}  # instructions that others lack
         for path in sorted(Path(cpu_loops.__file__).parent.glob("*_loop*.py")):
-            if path.stem != "grid_loop" or has_grid_loop():
+            if has.get(path.stem, True):
                 importlib.import_module(f"{cpu_loops.__name__}.{path.stem}")
 
 

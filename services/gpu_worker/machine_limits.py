@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
@@ -19,8 +19,10 @@ from torch import Tensor
 
 from services.gpu_worker.fp8 import E4M3
 from services.gpu_worker.host_limits import available_memory_bytes
+from services.gpu_worker.models.projection import Projection
 from services.gpu_worker.products.fp8 import FP8_SIDES
 from services.gpu_worker.products.kernels import PackedProjection, has_fast_bfloat16, has_packed_float32
+from services.gpu_worker.products.tiles import TileProjection, has_tile_loop
 from services.gpu_worker.timing import run_times_s
 
 _READING_S, _PRODUCTS_S, _TRIAL_S = 0.04, 0.05, 0.005  # runs are repeated for so long
@@ -140,23 +142,29 @@ def _multiply_8_bits(left: Tensor, right: Tensor, scales: Tensor) -> Tensor:
 def _measure_cpu_products(dtype: torch.dtype) -> float:
     """Of a large product, in the way that is fastest for a smaller one; of that alone where a large one takes long."""
     cpu = torch.device("cpu")
+    trial_s, best = min(
+        ((_least_s(cpu, way(_TRIAL_SIDE), _TRIAL_S), way) for way in _cpu_ways(dtype)), key=lambda trial: trial[0]
+    )
+    if trial_s * (_CPU_SIDE / _TRIAL_SIDE) ** 3 > _LONG_S:
+        return 2 * _TRIAL_SIDE**3 / trial_s
+    return 2 * _CPU_SIDE**3 / _least_s(cpu, best(_CPU_SIDE), _PRODUCTS_S)
+
+
+def _cpu_ways(dtype: torch.dtype) -> Iterator[Callable[[int], Callable[[], object]]]:
+    """The ways that this machine has to multiply square matrices of a dtype: from their side, what does it."""
+    yield lambda side: functools.partial(torch.matmul, *(torch.ones(side, side, dtype=dtype) for _ in range(2)))
+
+    def by(made: Callable[[Tensor], Projection]) -> Callable[[int], Callable[[], object]]:
+        return lambda side: functools.partial(made(torch.ones(side, side)), torch.ones(side, side, dtype=dtype))
+
     packs: dict[torch.dtype, Callable[[], bool]] = {
         torch.float32: has_packed_float32,
         torch.bfloat16: has_fast_bfloat16,
     }
-    has_packed = dtype in packs and packs[dtype]()
-
-    def way_of(is_packed: bool, side: int) -> Callable[[], object]:
-        ones = torch.ones(side, side)
-        if is_packed:
-            return functools.partial(PackedProjection(ones, None, dtype), ones)
-        return functools.partial(torch.matmul, ones.to(dtype), ones.to(dtype))
-
-    ways = [False, True] if has_packed else [False]
-    trial_s, best = min((_least_s(cpu, way_of(is_packed, _TRIAL_SIDE), _TRIAL_S), is_packed) for is_packed in ways)
-    if trial_s * (_CPU_SIDE / _TRIAL_SIDE) ** 3 > _LONG_S:
-        return 2 * _TRIAL_SIDE**3 / trial_s
-    return 2 * _CPU_SIDE**3 / _least_s(cpu, way_of(best, _CPU_SIDE), _PRODUCTS_S)
+    if dtype in packs and packs[dtype]():
+        yield by(lambda weight: PackedProjection(weight, None, dtype))
+    if dtype == torch.bfloat16 and has_tile_loop():
+        yield by(lambda weight: TileProjection(weight, None))
 
 
 def _measure_upload(device: torch.device, num_bytes: int) -> float:

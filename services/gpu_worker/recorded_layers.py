@@ -21,13 +21,14 @@ from services.gpu_worker.cpu_loops import loops_problem
 from services.gpu_worker.decode_graphs import GraphLimits
 from services.gpu_worker.kv_cache import KvCache
 from services.gpu_worker.models.decoder import Decoder
+from services.gpu_worker.products.tiles import FEW_ROWS
 from services.gpu_worker.static_inputs import StaticInputs
 from services.gpu_worker.step_inputs import StepInputs, one_row_a_token
 
 if TYPE_CHECKING:
     from services.gpu_worker.cpu_loops.recording import Recording
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, FEW_ROWS)
 """Rows of the steps that are recorded: products take rows by four. Others are padded, as in `decode_graphs`."""
 
 

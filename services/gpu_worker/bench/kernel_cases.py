@@ -30,6 +30,7 @@ from services.gpu_worker.products.four_bit import FourBitProjection, fits_four_b
 from services.gpu_worker.products.fp8 import FP8_SIDES, Fp8Projection
 from services.gpu_worker.products.grid import GridProjection, fits_grid_loop
 from services.gpu_worker.products.kernels import PackedProjection, has_fast_bfloat16, has_packed_float32
+from services.gpu_worker.products.tiles import TileProjection, fits_tile_loop
 from services.gpu_worker.sampling_table import SamplingTable
 from services.gpu_worker.step_inputs import StepRow, build_step_inputs
 from services.gpu_worker.weight_grid import GROUP, WeightGrid
@@ -120,6 +121,8 @@ def _forms(place: Place, num_outputs: int, num_inputs: int) -> Iterator[_Form]:
     has_packed = {torch.float32: has_packed_float32(), torch.bfloat16: has_fast_bfloat16()}
     for dtype in (dtype for dtype, has in has_packed.items() if has):
         yield _Form(f"packed {_name(dtype)}", dtype, functools.partial(PackedProjection, weight, None, dtype))
+    if fits_tile_loop(weight):
+        yield _Form("bfloat16 tiles", torch.bfloat16, lambda: TileProjection(weight, None))
     if num_inputs % GROUP == 0:
         scales = torch.rand(num_outputs, num_inputs // GROUP)
         codes = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8)

@@ -1,8 +1,9 @@
 """gpu_worker: decides in which form each matrix of a model is kept on a CPU, by measuring on the machine it runs on.
 
     --numerics exact    float32: the plain product or the packed one, whichever this machine runs faster
-    --numerics fast     for many rows packed bfloat16 where the processor multiplies it, else as exact; for few rows the
-                        codes of 4 or 8 bits where the file holds such, up to the number of rows at which that is slower
+    --numerics fast     for many rows bfloat16 where the processor multiplies it, on its registers for tiles or packed,
+                        else as exact; for few rows the codes of 4 or 8 bits where the file holds such, up to the number
+                        of rows at which that is slower
 
 One form is kept of a matrix, or two where it has codes: as long as the second forms fit their budget. Beyond it any
 number of rows goes through the codes, which is slower for many.
@@ -22,6 +23,7 @@ from services.gpu_worker.models.projection import DenseProjection, Projection
 from services.gpu_worker.products.four_bit import FourBitProjection, fits_four_bit, has_four_bit_products
 from services.gpu_worker.products.grid import BYTES_OF_8_WEIGHTS, GridProjection, fits_grid_loop, has_grid_loop
 from services.gpu_worker.products.kernels import PackedProjection, has_fast_bfloat16, has_packed_float32
+from services.gpu_worker.products.tiles import FEW_ROWS, TileProjection, fits_tile_loop
 from services.gpu_worker.products.two_forms import TwoForms
 from services.gpu_worker.weight_grid import WeightGrid
 
@@ -29,8 +31,9 @@ _FORM_ROWS = (1, 16, 128)  # a decode, a batch of decodes, a chunk of a prompt
 _CROSSOVER_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256)
 _RUNS = 5
 _UNRECORDED = 1.2
-"""What a step without codes takes longer than its products: it wakes the threads for each of the other operators of a
-layer too. On two cores a whole step at 16, 20, 24 and 32 rows took 1.4, 1.3, 1.2 and 1.0 times as long as recorded."""
+"""What a step takes longer than its products where they are no loops: it wakes the threads for each of the other
+operators of a layer too. On two cores a whole step at 16, 20, 24 and 32 rows took 1.4, 1.3, 1.2 and 1.0 times as long
+as recorded."""
 _MEASURED = 8  # matrices of a shape
 
 Shape = tuple[int, ...]
@@ -108,8 +111,9 @@ class CpuForms:
         of_layers = [kind for kind, pairs in self._pairs.items() if len(pairs) > 1]
         groups = [of_layers, *([kind] for kind in self._pairs if kind not in of_layers)]
         for kinds in filter(None, groups):
-            worth = _UNRECORDED if kinds is of_layers else 1.0
-            most = crossover([Compared.of(self._pairs[kind], kind[0][1]) for kind in kinds], self._pump, worth)
+            compared = [Compared.of(self._pairs[kind], kind[0][1]) for kind in kinds]
+            worth = _UNRECORDED if kinds is of_layers and not all(map(_ends_in_loops, compared)) else 1.0
+            most = crossover(compared, self._pump, worth)
             for kind in kinds:
                 self._settle_kind(kind, most)
         self._pairs.clear()
@@ -125,6 +129,8 @@ class CpuForms:
     def _for_many_rows(self, dense: DenseProjection) -> tuple[Projection, str]:
         if not has_packed_float32():
             return dense, "plain float32"
+        if self._uses_bfloat16 and fits_tile_loop(dense.weight):
+            return TileProjection(dense.weight, dense.bias), "bfloat16 tiles"
         if self._uses_bfloat16:
             return PackedProjection(dense.weight, dense.bias, torch.bfloat16), "packed bfloat16"
         shape = tuple(dense.weight.shape)
@@ -185,9 +191,18 @@ def crossover(shapes: Sequence[Compared], pump: Callable[[], None], worth: float
 
 
 def _are_codes_slower(shapes: Sequence[Compared], rows: int, worth: float) -> bool:
-    few = sum(shape.count * _seconds_of_codes(shape.few, rows, shape.width) for shape in shapes)
-    many = sum(shape.count * _seconds(shape.many, rows, shape.width) for shape in shapes)
+    few = sum(shape.count * _seconds_recorded(shape.few, rows, shape.width) for shape in shapes)
+    many = sum(shape.count * _seconds_recorded(shape.many, rows, shape.width) for shape in shapes)
     return few > worth * many
+
+
+def _ends_in_loops(shape: Compared) -> bool:
+    """Whether a step is recorded whichever form it takes."""
+    return _are_loops(shape.few) and _are_loops(shape.many)
+
+
+def _are_loops(projections: Sequence[Projection]) -> bool:
+    return all(isinstance(projection, GridProjection | TileProjection) for projection in projections)
 
 
 def _seconds(projections: Sequence[Projection], rows: int, width: int) -> float:
@@ -199,9 +214,9 @@ def _seconds(projections: Sequence[Projection], rows: int, width: int) -> float:
     return min(_timed(lambda: [projection(x) for projection in projections]) for _ in range(_RUNS)) / len(projections)
 
 
-def _seconds_of_codes(projections: Sequence[Projection], rows: int, width: int) -> float:
+def _seconds_recorded(projections: Sequence[Projection], rows: int, width: int) -> float:
     """Likewise, as steps of few rows run: recorded where they are loops."""
-    if not all(isinstance(projection, GridProjection) for projection in projections):
+    if rows > FEW_ROWS or not _are_loops(projections):
         return _seconds(projections, rows, width)
     from services.gpu_worker.cpu_loops.recording import record  # only where there is numba
     from services.gpu_worker.cpu_loops.team import TEAM

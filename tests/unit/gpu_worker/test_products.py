@@ -22,8 +22,10 @@ from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.models.decoder import Decoder
 from services.gpu_worker.models.layer_weights import DecoderWeights
 from services.gpu_worker.models.projection import DenseProjection, Projection, rounds_from
+from services.gpu_worker.products import forms as forms_module
 from services.gpu_worker.products.forms import CpuForms
 from services.gpu_worker.products.kernels import PackedProjection, has_fast_bfloat16, has_packed_float32
+from services.gpu_worker.products.tiles import FEW_ROWS, has_tile_loop
 from services.gpu_worker.products.two_forms import TwoForms
 from services.gpu_worker.weights import LoadedModel, RunnableModel, load_laid_out, load_model
 from services.model_files.source import open_model
@@ -32,6 +34,7 @@ from tests.unit.gpu_worker.step_bench import CPU
 
 needs_packing = pytest.mark.skipif(not has_packed_float32(), reason="this build of torch has no oneDNN")
 needs_bfloat16 = pytest.mark.skipif(not has_fast_bfloat16(), reason="this processor multiplies no bfloat16")
+needs_tiles = pytest.mark.skipif(not has_tile_loop(), reason="this processor has no registers for tiles")
 
 
 @needs_packing
@@ -118,10 +121,15 @@ def test_fast_numerics_change_logits_less_than_a_model_in_bfloat16(folder: Path,
 
 @needs_bfloat16
 @pytest.mark.skipif(bool(loops_problem()), reason=str(loops_problem()))
-def test_what_is_multiplied_may_stay_in_bfloat16_between_products(folder: Path) -> None:
-    """Products round inputs and results anyway: without going to float32 between them, sums are the same."""
+@pytest.mark.parametrize("is_tiled", [False, pytest.param(True, marks=needs_tiles)])
+def test_what_is_multiplied_may_stay_in_bfloat16_between_products(
+    folder: Path, is_tiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products round inputs anyway: without going to float32 between them, sums are the same."""
+    if not is_tiled:
+        monkeypatch.setattr(forms_module, "fits_tile_loop", lambda _weight: False)
     model = load_laid_out(open_model(folder), CpuForms(is_exact=False))
-    assert model.weights.rounds_from == 0
+    assert model.weights.rounds_from == (FEW_ROWS + 1 if is_tiled else 0)
     inputs = ModelRunner(model.config, model.weights, *_pool_and_attention(model)).dummy_inputs(40, 1)
     pool, attention = _pool_and_attention(model)
     decoder = Decoder(model.config, model.weights, operators_for(CPU), rounds_from=0)

@@ -24,6 +24,7 @@ from services.gpu_worker.bench.kernels import bench_kernels
 from services.gpu_worker.bench.report import BenchError, StepCount, logs_told
 from services.gpu_worker.products.four_bit import has_four_bit_products
 from services.gpu_worker.products.kernels import has_fast_bfloat16, has_packed_float32
+from services.gpu_worker.products.tiles import has_tile_loop
 from services.gpu_worker.weights import LoadedModel
 from services.runtime.config import Settings
 from tests.unit.gpu_worker.step_bench import CPU
@@ -111,6 +112,7 @@ def test_the_costs_of_cases_are_those_of_what_they_run(model: LoadedModel) -> No
     assert products[0].num_bytes == 4 * (64 * width + 5 * (64 + width))
     forms = {case.form for case in product_cases(place, [1])}
     assert ("packed float32" in forms, "packed bfloat16" in forms) == (has_packed_float32(), has_fast_bfloat16())
+    assert ("bfloat16 tiles" in forms) == has_tile_loop()
     assert ("4 bits" in forms) == has_four_bit_products()
     decode, prefill = attention_cases(place, 4, [3], [9])
     per_pair = 4 * config.num_heads * config.head_dim

@@ -1,0 +1,148 @@
+"""gpu_worker: the registers for tiles of matrices that some processors have (Intel's AMX), as loops use them.
+
+A tile register holds up to 16 lines of 64 bytes. Of each thread there are eight; here they are four sums of 16 by 16
+float32, two tiles of inputs (16 rows of 32 bfloat16) and two of weights (32 inputs of 16 columns, in pairs). One
+instruction adds the product of such tiles to a sum, 16,384 operations in 16 cycles: some 8 times what vector registers
+do (Intel, "Architectures Software Developer's Manual", chapter on AMX).
+
+How many lines a register has is said beforehand, for all eight at once. A process must ask Linux for them first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+
+import llvmlite.binding
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.base import BaseContext
+from numba.extending import intrinsic
+from torch import Tensor
+
+from services.gpu_worker.cpu_loops.vectors import I8, I64, call, element
+
+TILE = 16
+"""Rows, and columns, of a sum."""
+
+PAIRS = 2
+"""Most tiles of rows, and of columns, that are multiplied together."""
+
+DEPTH = 32
+"""Inputs that one instruction sums over."""
+
+LINE_BYTES = 64
+_TILE_BYTES = TILE * LINE_BYTES
+_INPUTS, _WEIGHTS = 4, 6  # the first register of each; sums come first
+
+_PALETTE = 1
+_SHAPES_BYTES = 64  # of one description of all registers
+_WIDTHS_AT, _LINES_AT = 16, 48
+
+_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: arch/x86/include/uapi/asm/prctl.h
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """Whether this processor multiplies tiles of bfloat16, and the system lets this process do so."""
+    features = llvmlite.binding.get_host_cpu_features()
+    if platform.system() != "Linux" or not (features.get("amx-tile", False) and features.get("amx-bf16", False)):
+        return False
+    refused: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA)
+    return refused == 0
+
+
+def register_shapes() -> Tensor:
+    """[17, 64] uint8: what `set_registers` is given for inputs of 1 to 16 rows in the first tile."""
+    shapes = torch.zeros(TILE + 1, _SHAPES_BYTES, dtype=torch.uint8)
+    shapes[:, 0] = _PALETTE
+    shapes[:, _WIDTHS_AT : _WIDTHS_AT + 16 : 2] = LINE_BYTES
+    shapes[:, _LINES_AT : _LINES_AT + 8] = TILE
+    for rows in range(1, TILE):
+        for register in (0, 1, _INPUTS):  # the sums of that tile with both of the weights'
+            shapes[rows, _LINES_AT + register] = rows
+    return shapes
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def set_registers(_typing: object, shapes: object) -> object:
+    """Says how many lines the registers of this thread have. `shapes`: address of a line of `register_shapes`."""
+
+    def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
+        _do(builder, "ldtilecfg", _pointer(builder, values[0]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def release_registers(_typing: object) -> object:
+    """Gives them back: a thread that holds them is slower to be switched."""
+
+    def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, _values: list[ir.Value]) -> ir.Value:
+        _do(builder, "tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def multiply_tiles(
+    _typing: object, num_rows: object, num_columns: object, inputs: object, inputs_step: object, weights: object,
+    depths: object, out: object, out_step: object,
+) -> object:  # fmt: skip
+    """Writes the product of rows and columns. All but the first two are int64, addresses or numbers.
+
+    Args:
+        num_rows: tiles of rows, 1 or 2, a constant.
+        num_columns: tiles of columns, 1 or 2, a constant.
+        inputs: [num_rows * 16, depths * 32] bfloat16; with one tile so many rows as the registers were set for.
+        inputs_step: bytes from one row to the next.
+        weights: [num_columns, depths, 16, 16, 2] bfloat16: of each pair of inputs both numbers of 16 columns.
+        depths: how many times 32 inputs.
+        out: [num_rows * 16, num_columns * 16] float32.
+        out_step: bytes from one row of it to the next.
+    """
+    if not isinstance(num_rows, types.IntegerLiteral) or not isinstance(num_columns, types.IntegerLiteral):
+        return None
+    rows, columns = range(num_rows.literal_value), range(num_columns.literal_value)
+
+    def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
+        inputs, inputs_step, weights, depths, out, out_step = values[2:]
+
+        def sums(row: int, column: int) -> ir.Value:
+            return I8(PAIRS * row + column)
+
+        def place(start: ir.Value, step: ir.Value, tile: int, times: int) -> ir.Value:
+            return builder.add(start, builder.mul(step, I64(tile * times)))
+
+        for row in rows:
+            for column in columns:
+                _do(builder, "tilezero", sums(row, column))
+        with cgutils.for_range(builder, depths, intp=I64) as loop:
+            for row in rows:
+                at = element(builder, place(inputs, inputs_step, row, TILE), loop.index, LINE_BYTES)
+                _do(builder, "tileloadd64", I8(_INPUTS + row), _pointer(builder, at), inputs_step)
+            for column in columns:
+                at = element(builder, place(weights, depths, column, _TILE_BYTES), loop.index, _TILE_BYTES)
+                _do(builder, "tileloadd64", I8(_WEIGHTS + column), _pointer(builder, at), I64(LINE_BYTES))
+                for row in rows:
+                    _do(builder, "tdpbf16ps", sums(row, column), I8(_INPUTS + row), I8(_WEIGHTS + column))
+        for row in rows:
+            for column in columns:
+                at = builder.add(place(out, out_step, row, TILE), I64(LINE_BYTES * column))
+                _do(builder, "tilestored64", sums(row, column), _pointer(builder, at), out_step)
+        return context.get_dummy_value()
+
+    return types.void(num_rows, num_columns, *[types.int64] * 6), generate
+
+
+def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    return builder.inttoptr(address, I8.as_pointer())
+
+
+def _do(builder: ir.IRBuilder, name: str, *values: ir.Value) -> None:
+    call(builder, f"llvm.x86.{name}", ir.VoidType(), list(values))
