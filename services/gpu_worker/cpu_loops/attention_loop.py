@@ -2,7 +2,7 @@
 
 One task is one row and one key/value head with the query heads that share it, so that each key and value is read once;
 where there are too few such tasks for the threads, a task is a single query head. What is computed for a head is the
-same either way.
+same either way. While one page is read the next one is asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import numpy as np
 from services.gpu_worker.cpu_loops.head_vectors import (
     KEYS,
     LANES,
+    QUERIES,
+    VECTORS,
     add_values,
+    fetch_lines,
     largest_of,
     number_at,
     put_number,
@@ -31,6 +34,8 @@ from services.gpu_worker.cpu_loops.jit import (
     share,
     thread,
 )
+
+_FETCHED = 16  # tokens at the beginning of the next page; in a longer one the processor foresees what follows
 
 
 @compiled
@@ -49,44 +54,35 @@ def _exponentials(at: int, length: int) -> np.float32:
 
 
 @compiled
-def _score(bits: int, query: int, keys: int, step: int, count: int, dim: int, scores: int) -> None:
-    """Products of a query with `count` keys of a pool, `step` bytes apart."""
+def _score(
+    bits: int, queries: int, query: int, keys: int, step: int, count: int, dim: int, scores: int, line: int
+) -> None:
+    """Products of queries with `count` keys of a pool, `step` bytes apart; scores of each query, `line` bytes apart."""
     scale = np.float32(1) / np.sqrt(np.float32(dim))
     i = 0
     while i < count:
-        key, score = keys + i * step, scores + 4 * i
-        if i + KEYS <= count:
-            if bits == 16:
-                score_keys(16, KEYS, query, key, step, dim, score, scale)
-            else:
-                score_keys(32, KEYS, query, key, step, dim, score, scale)
-            i += KEYS
-        else:
-            if bits == 16:
-                score_keys(16, 1, query, key, step, dim, score, scale)
-            else:
-                score_keys(32, 1, query, key, step, dim, score, scale)
-            i += 1
+        together = KEYS if i + KEYS <= count else 1
+        for g in range(0, queries, QUERIES):
+            heads = min(QUERIES, queries - g)
+            place = scores + g * line + 4 * i
+            score_keys(bits, heads, together, query + 4 * g * dim, keys + i * step, step, dim, place, line, scale)
+        i += together
 
 
 @compiled
-def _add_values(bits: int, result: int, values: int, step: int, count: int, dim: int, weights: int) -> None:
-    """Adds `count` values of a pool, `step` bytes apart, each with its weight."""
+def _add_values(
+    bits: int, queries: int, result: int, values: int, step: int, count: int, dim: int, weights: int, line: int
+) -> None:
+    """Adds `count` values of a pool, `step` bytes apart, each with its weight; of each query, `line` bytes apart."""
     k = 0
     while k < dim:
-        total, part = result + 4 * k, values + bits // 8 * k
-        if k + 4 * LANES <= dim:
-            if bits == 16:
-                add_values(16, 4, total, part, step, count, weights)
-            else:
-                add_values(32, 4, total, part, step, count, weights)
-            k += 4 * LANES
-        else:
-            if bits == 16:
-                add_values(16, 1, total, part, step, count, weights)
-            else:
-                add_values(32, 1, total, part, step, count, weights)
-            k += LANES
+        together = VECTORS if k + VECTORS * LANES <= dim else 1
+        part = values + bits // 8 * k
+        for g in range(0, queries, QUERIES):
+            heads = min(QUERIES, queries - g)
+            total = result + 4 * (g * dim + k)
+            add_values(bits, heads, together, total, 4 * dim, part, step, count, weights + g * line, line)
+        k += together * LANES
 
 
 @loop
@@ -115,25 +111,28 @@ def DECODE_ATTENTION(pointer: Any) -> None:  # noqa: N802
         query = queries + 4 * token_of[row] * queries_stride + head * head_bytes
         result = out + (row * num_heads + head) * head_bytes
         kv_head = head // shared_by * dim * bits // 8
-        for page in range(first // page_size, (end - 1) // page_size + 1):
+        first_page, end_page = first // page_size, (end - 1) // page_size + 1
+        for page in range(first_page, end_page):
             begin, stop = max(first, page * page_size), min(end, (page + 1) * page_size)
+            if page + 1 < end_page:
+                next_page = page_ids[page + 1] * page_size * token_bytes + kv_head
+                fetch_lines(keys_pool + next_page, token_bytes, min(page_size, _FETCHED), dim * bits // 8)
             slot = page_ids[page] * page_size + begin - page * page_size
-            keys = keys_pool + slot * token_bytes + kv_head
-            for g in range(group):
-                place = scores + g * line_bytes + 4 * (begin - first)
-                _score(bits, query + g * head_bytes, keys, token_bytes, stop - begin, dim, place)
+            keys, place = keys_pool + slot * token_bytes + kv_head, scores + 4 * (begin - first)
+            _score(bits, group, query, keys, token_bytes, stop - begin, dim, place, line_bytes)
         sums = floats(result, group * dim)
         for k in range(group * dim):
             sums[k] = np.float32(0)
         for g in range(group):
             put_number(totals + 4 * g, _exponentials(scores + g * line_bytes, end - first))
-        for page in range(first // page_size, (end - 1) // page_size + 1):
+        for page in range(first_page, end_page):
             begin, stop = max(first, page * page_size), min(end, (page + 1) * page_size)
+            if page + 1 < end_page:
+                next_page = page_ids[page + 1] * page_size * token_bytes + kv_head
+                fetch_lines(values_pool + next_page, token_bytes, min(page_size, _FETCHED), dim * bits // 8)
             slot = page_ids[page] * page_size + begin - page * page_size
-            values = values_pool + slot * token_bytes + kv_head
-            for g in range(group):
-                place = scores + g * line_bytes + 4 * (begin - first)
-                _add_values(bits, result + g * head_bytes, values, token_bytes, stop - begin, dim, place)
+            values, place = values_pool + slot * token_bytes + kv_head, scores + 4 * (begin - first)
+            _add_values(bits, group, result, values, token_bytes, stop - begin, dim, place, line_bytes)
         for g in range(group):
             factor = np.float32(1) / number_at(totals + 4 * g)
             for k in range(g * dim, (g + 1) * dim):

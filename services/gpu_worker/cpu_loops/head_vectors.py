@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+from collections.abc import Callable, Iterable, Sequence
 
 from llvmlite import ir
 from numba import types
@@ -10,7 +13,19 @@ from numba.core import cgutils
 from numba.core.base import BaseContext
 from numba.extending import intrinsic
 
-from services.gpu_worker.cpu_loops.vectors import F16, F32, I32, I64, call, element, load, rounded_bits, splat, store
+from services.gpu_worker.cpu_loops.vectors import (
+    F16,
+    F32,
+    I8,
+    I32,
+    I64,
+    call,
+    element,
+    load,
+    rounded_bits,
+    splat,
+    store,
+)
 
 LANES = 16
 """A head's width must be a multiple of it."""
@@ -18,10 +33,19 @@ LANES = 16
 KEYS = 8
 """Keys that are scored together."""
 
+QUERIES = 3
+"""Most queries that they are scored for: sums of 8 keys each leave room in a processor's 32 registers."""
+
+VECTORS = 4
+"""Vectors of a head that values are added to together."""
+
 LARGEST_HALF = 65504.0
 """The largest number of half precision."""
 
 _WIDE = 32
+_WIDTHS, _GROUPS = (_WIDE, 16), range(1, QUERIES + 1)
+_LINE = 64  # bytes
+_READ, _NEAR, _DATA = 0, 3, 1  # of a prefetch: what for, into which caches, what
 _VECTOR = ir.VectorType(F32, LANES)
 _HALVES = ir.VectorType(F16, LANES)
 _FUSED = ("contract",)
@@ -35,44 +59,66 @@ def _pool_vector(builder: ir.IRBuilder, start: ir.Value, index: ir.Value, bits: 
     return builder.fpext(load(builder, place, _HALVES, align=2), _VECTOR)
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic  # type: ignore[untyped-decorator]
 def score_keys(
-    _typing: object, bits: object, count: object, query: object, keys: object, step: object, dim: object, out: object,
-    scale: object,
+    _typing: object, bits: object, queries: object, count: object, query: object, keys: object, step: object,
+    dim: object, out: object, out_step: object, scale: object,
 ) -> object:  # fmt: skip
-    """Computes scale * (products of a query with `count` neighbouring keys of a pool): [count] float32.
+    """Computes scale * (products of some queries with `count` neighbouring keys of a pool): [queries, count] float32.
 
-    A product's 16 partial sums have to be added across a register, which costs as much as the product; of 8 keys they
-    are added together, halving twice as many numbers in each step.
+    Each key is read once for all queries. A product's 16 partial sums have to be added across a register, which costs
+    as much as the product; of 8 keys they are added together, halving twice as many numbers in each step.
 
     Args:
-        bits: of the pool's numbers, a constant: 32, or 16 of half precision.
-        count: 1 or `KEYS`, a constant.
-        query: address of [dim] float32.
+        bits: of the pool's numbers: 32, or 16 of half precision.
+        queries: how many, 1 to `QUERIES`.
+        count: 1 or `KEYS`.
+        query: address of [queries, dim] float32.
         keys: address of the first key in the pool.
         step: bytes from one key to the next.
         dim: a multiple of `LANES`.
-        out: address of [count] float32.
+        out: address of [count] float32, of the first query.
+        out_step: bytes from the scores of one query to those of the next.
         scale: float32.
     """
-    if not isinstance(bits, types.IntegerLiteral) or not isinstance(count, types.IntegerLiteral):
-        return None
-    width, number = bits.literal_value, count.literal_value
 
     def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
-        _, _, query, keys, step, dim, out, scale = values
-        sums = [cgutils.alloca_once_value(builder, _VECTOR([0.0] * LANES)) for _ in range(number)]
-        starts = [builder.add(keys, builder.mul(step, I64(i))) for i in range(number)]
-        with cgutils.for_range(builder, builder.udiv(dim, I64(LANES)), intp=I64) as loop:
-            left = load(builder, element(builder, query, loop.index, 4 * LANES), _VECTOR, align=4)
-            for total, start in zip(sums, starts, strict=True):
-                product = builder.fmul(left, _pool_vector(builder, start, loop.index, width), flags=_FUSED)
-                builder.store(builder.fadd(builder.load(total), product, flags=_FUSED), total)
-        added = _added_across(builder, [builder.load(total) for total in sums])
-        store(builder, builder.fmul(added, splat(builder, scale, added.type)), out, align=4)
+        query, keys, step, dim, out, out_step, scale = values[3:]
+
+        def score(width: int, heads: int, number: int) -> None:
+            sums = [
+                [cgutils.alloca_once_value(builder, _VECTOR([0.0] * LANES)) for _ in range(number)]
+                for _ in range(heads)
+            ]
+            starts = [builder.add(keys, builder.mul(step, I64(i))) for i in range(number)]
+            rows = [builder.add(query, builder.mul(dim, I64(4 * head))) for head in range(heads)]
+            with cgutils.for_range(builder, builder.udiv(dim, I64(LANES)), intp=I64) as loop:
+                lefts = [load(builder, element(builder, row, loop.index, 4 * LANES), _VECTOR, align=4) for row in rows]
+                for i, start in enumerate(starts):
+                    key = _pool_vector(builder, start, loop.index, width)
+                    for left, totals in zip(lefts, sums, strict=True):
+                        product = builder.fmul(left, key, flags=_FUSED)
+                        builder.store(builder.fadd(builder.load(totals[i]), product, flags=_FUSED), totals[i])
+            for head, totals in enumerate(sums):
+                added = _added_across(builder, [builder.load(total) for total in totals])
+                place = builder.add(out, builder.mul(out_step, I64(head)))
+                store(builder, builder.fmul(added, splat(builder, scale, added.type)), place, align=4)
+
+        _in_each_case(builder, zip(values, (_WIDTHS, _GROUPS, (1, KEYS)), strict=False), score)
         return context.get_dummy_value()
 
-    return types.void(bits, count, *[types.int64] * 5, types.float32), generate
+    return types.void(*[types.int64] * 9, types.float32), generate
+
+
+def _in_each_case(
+    builder: ir.IRBuilder, choices: Iterable[tuple[ir.Value, Sequence[int]]], generate: Callable[..., None]
+) -> None:
+    """Code for every combination of what some numbers may be, of which one will run: each is unrolled for its own."""
+    numbers, known = zip(*choices, strict=True)
+    for case in itertools.product(*known):
+        is_it = [builder.icmp_signed("==", number, I64(one)) for number, one in zip(numbers, case, strict=True)]
+        with builder.if_then(functools.reduce(builder.and_, is_it)):
+            generate(*case)
 
 
 def _added_across(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
@@ -94,42 +140,75 @@ def _neighbours_added(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, count: in
     return builder.fadd(even, odd)
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic  # type: ignore[untyped-decorator]
 def add_values(
-    _typing: object, bits: object, vectors: object, total: object, values: object, step: object, count: object,
-    weights: object,
+    _typing: object, bits: object, queries: object, vectors: object, total: object, total_step: object, values: object,
+    step: object, count: object, weights: object, weights_step: object,
 ) -> object:  # fmt: skip
-    """Adds `count` neighbouring values of a pool, each times its weight, to [16 * vectors] float32.
+    """Adds `count` neighbouring values of a pool, each times its weight, to [queries, 16 * vectors] float32.
 
     Args:
         bits: see `score_keys`.
-        vectors: a constant; so many sums stay in registers meanwhile.
-        total: address of the sums.
+        queries: likewise; each has its own sums and weights.
+        vectors: 1 or `VECTORS`; so many sums of a query stay in registers meanwhile.
+        total: address of the first query's sums.
+        total_step: bytes from these to those of the next query.
         values: address of the first value's numbers in the pool.
         step: bytes from one value to the next.
         count: how many values.
-        weights: address of [count] float32.
+        weights: address of [count] float32, of the first query.
+        weights_step: bytes from these to those of the next query.
     """
-    if not isinstance(bits, types.IntegerLiteral) or not isinstance(vectors, types.IntegerLiteral):
-        return None
-    width, number = bits.literal_value, vectors.literal_value
 
     def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, given: list[ir.Value]) -> ir.Value:
-        _, _, total, values, step, count, weights = given
-        places = [element(builder, total, I64(i), 4 * LANES) for i in range(number)]
-        sums = [cgutils.alloca_once_value(builder, load(builder, place, _VECTOR, align=4)) for place in places]
-        with cgutils.for_range(builder, count, intp=I64) as loop:
-            weight = load(builder, element(builder, weights, loop.index, 4), F32, align=4)
-            factors = splat(builder, weight, _VECTOR)
-            start = builder.add(values, builder.mul(step, loop.index))
-            for i, held in enumerate(sums):
-                product = builder.fmul(_pool_vector(builder, start, I64(i), width), factors, flags=_FUSED)
-                builder.store(builder.fadd(builder.load(held), product, flags=_FUSED), held)
-        for place, held in zip(places, sums, strict=True):
-            store(builder, builder.load(held), place, align=4)
+        total, total_step, values, step, count, weights, weights_step = given[3:]
+
+        def add(width: int, heads: int, number: int) -> None:
+            starts = [builder.add(total, builder.mul(total_step, I64(head))) for head in range(heads)]
+            places = [[element(builder, start, I64(i), 4 * LANES) for i in range(number)] for start in starts]
+            sums = [
+                [cgutils.alloca_once_value(builder, load(builder, place, _VECTOR, align=4)) for place in row]
+                for row in places
+            ]
+            lines = [builder.add(weights, builder.mul(weights_step, I64(head))) for head in range(heads)]
+            with cgutils.for_range(builder, count, intp=I64) as loop:
+                factors = [
+                    splat(builder, load(builder, element(builder, line, loop.index, 4), F32, align=4), _VECTOR)
+                    for line in lines
+                ]
+                start = builder.add(values, builder.mul(step, loop.index))
+                for i in range(number):
+                    value = _pool_vector(builder, start, I64(i), width)
+                    for factor, row in zip(factors, sums, strict=True):
+                        product = builder.fmul(value, factor, flags=_FUSED)
+                        builder.store(builder.fadd(builder.load(row[i]), product, flags=_FUSED), row[i])
+            for row, held in zip(places, sums, strict=True):
+                for place, number_held in zip(row, held, strict=True):
+                    store(builder, builder.load(number_held), place, align=4)
+
+        _in_each_case(builder, zip(given, (_WIDTHS, _GROUPS, (1, VECTORS)), strict=False), add)
         return context.get_dummy_value()
 
-    return types.void(bits, vectors, *[types.int64] * 5), generate
+    return types.void(*[types.int64] * 10), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fetch_lines(_typing: object, start: object, step: object, count: object, width: object) -> object:
+    """Asks for `count` pieces of `width` bytes, `step` bytes apart, before they are needed.
+
+    What a processor foresees itself ends with a page of the pool; the next one lies anywhere.
+    """
+
+    def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
+        start, step, count, width = values
+        with cgutils.for_range(builder, count, intp=I64) as piece:
+            begin = builder.add(start, builder.mul(step, piece.index))
+            with cgutils.for_range(builder, builder.udiv(width, I64(_LINE)), intp=I64) as line:
+                place = builder.inttoptr(element(builder, begin, line.index, _LINE), I8.as_pointer())
+                call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, *map(I32, (_READ, _NEAR, _DATA))])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
