@@ -1,9 +1,10 @@
 """gpu_worker: paged attention for CPUs.
 
 Decoding rows read keys and values in place, in a compiled loop where there is one (`loop_decode`), which takes rows
-with a few new tokens too, else as products of torch (`sparse_decode`). A row with more of them reads its context as a
-view where its pages are neighbours in the pool, and otherwise gathers it: once for a whole chunk of tokens, which then
-each go through all of it.
+with a few new tokens too, else as products of torch (`sparse_decode`). One with many goes through the processor's
+registers for tiles where it has them (`tile_attention`). Else a row with more new tokens reads its context as a view
+where its pages are neighbours in the pool, and otherwise gathers it: once for a whole chunk of tokens, which then each
+go through all of it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from services.gpu_worker.attention.sparse_decode import SparseDecode, has_sparse
 from services.gpu_worker.cpu_loops import loops_problem
 from services.gpu_worker.fp8 import is_fp8
 from services.gpu_worker.kv_cache import KvCache
+from services.gpu_worker.products.tiles import has_tile_loop
 from services.gpu_worker.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from services.gpu_worker.attention.loop_decode import LoopAttention
+    from services.gpu_worker.attention.tile_attention import TileAttention
 
 
 FEW_TOKENS = 8
@@ -67,10 +70,12 @@ class PagedCpuAttention:
         self._loops = _loops() if uses_loops and has_loops else None
         self._decodes_sparsely = not is_fp8(dtype) and has_sparse_products(dtype)
         self._rounds_prompts = rounds_prompts
+        self._has_tiles = rounds_prompts and self._loops is not None and has_tile_loop()
 
     def begin_step(self, inputs: StepInputs, kv_cache: KvCache) -> PagedCpuStep:
         """See `AttentionBackend.begin_step`."""
-        return PagedCpuStep(inputs, kv_cache, self._loops, self._decodes_sparsely, self._rounds_prompts)
+        tiled = _tile_attention(kv_cache.shape.head_dim) if self._has_tiles else None
+        return PagedCpuStep(inputs, kv_cache, self._loops, self._decodes_sparsely, self._rounds_prompts, tiled)
 
 
 def reads_halves(head_dim: int) -> bool:
@@ -87,9 +92,16 @@ def _loops() -> LoopAttention | None:
     return LoopAttention()
 
 
+def _tile_attention(head_dim: int) -> type[TileAttention] | None:
+    """What attends on tiles, if heads of this width can."""
+    from services.gpu_worker.attention.tile_attention import TileAttention, fits_tiles  # only where there are tiles
+
+    return TileAttention if fits_tiles(head_dim) else None
+
+
 def _sees_all_before(span: RowSpan, window: int | None) -> bool:
-    """Whether there are computed tokens in a span, and each new one sees all of them."""
-    return span.num_new < span.length and (window is None or span.length <= window)
+    """Whether each new token of a row sees all before it."""
+    return window is None or span.length <= window
 
 
 class PagedCpuStep:
@@ -102,6 +114,7 @@ class PagedCpuStep:
         loops: LoopAttention | None,
         decodes_sparsely: bool,
         rounds_prompts: bool,
+        tiled: type[TileAttention] | None,
     ) -> None:
         """Keeps the step's inputs, the pool, what is there for decoding rows, and how others are computed."""
         self._inputs = inputs
@@ -110,6 +123,7 @@ class PagedCpuStep:
         self._decoding_loops = loops if loops is not None and loops.fits(kv_cache.shape.head_dim) else None
         self._most_in_place = FEW_TOKENS if self._decoding_loops is not None else int(decodes_sparsely)
         self._rounds_prompts = rounds_prompts
+        self._tiled = tiled
         self._longest = max(inputs.context_lengths)
         self._layouts: dict[int | None, _Layout] = {}
 
@@ -127,11 +141,13 @@ class PagedCpuStep:
         """See `StepAttention.attend`."""
         layout = self._layout(window, queries)
         keys, values = self._kv_cache.key_slots(layer), self._kv_cache.value_slots(layer)
-        if layout.decode is not None and not layout.contexts:
+        if layout.decode is not None and not layout.contexts and not layout.tiled:
             return layout.decode.attend(queries, keys, values)
         attended = torch.empty_like(queries, memory_format=torch.contiguous_format)
         if layout.decode is not None:
             attended[layout.decoding] = layout.decode.attend(queries, keys, values)
+        for part, row in layout.tiled:
+            row.attend(queries[part], keys, values, attended[part])
         for context in layout.contexts:
             tokens, dtype = context.span.tokens, context.dtype
             read_keys, read_values = (self._converted(context.read(pool), dtype) for pool in (keys, values))
@@ -166,20 +182,26 @@ class PagedCpuStep:
     def _lay_out(self, window: int | None, num_heads: int, dtype: torch.dtype) -> _Layout:
         decoding: list[RowSpan] = []
         contexts: list[_Context] = []
+        tiled: list[tuple[slice, TileAttention]] = []
         for span in row_spans(self._inputs, window):
             if span.num_new <= self._most_in_place:
                 decoding.append(span)
                 continue
             computed = torch.bfloat16 if self._rounds_prompts and span.num_new >= _MANY_TOKENS else dtype
-            is_in_parts = computed == torch.bfloat16 and _sees_all_before(span, window)
+            is_rounded = computed == torch.bfloat16 and _sees_all_before(span, window)
+            if is_rounded and self._tiled is not None:
+                pages = self._inputs.page_table[span.row]
+                tiled.append((span.tokens, self._tiled(span, pages, self._kv_cache.shape)))
+                continue
+            is_in_parts = is_rounded and span.num_new < span.length
             mask = None if is_in_parts else additive_mask(span, window, computed, self._inputs.positions.device)
             contexts.append(_Context(span, computed, mask, self._slots(span), is_in_parts))
         if not decoding:
-            return _Layout(None, slice(0), contexts)
+            return _Layout(None, slice(0), contexts, tiled)
         decode = self._decode(decoding, window, num_heads)
         first, end = decoding[0].tokens.start, decoding[-1].tokens.stop
         is_whole = end - first == len(decode.tokens)  # rows that decode come first in most steps
-        return _Layout(decode, slice(first, end) if is_whole else decode.tokens, contexts)
+        return _Layout(decode, slice(first, end) if is_whole else decode.tokens, contexts, tiled)
 
     def _decode(self, spans: list[RowSpan], window: int | None, num_heads: int) -> Decode:
         if self._decoding_loops is not None:
@@ -216,8 +238,16 @@ class _Context:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What all layers with one window share in a step; `decoding` are the places of `decode` among the new tokens."""
+    """What all layers with one window share in a step.
+
+    Attributes:
+        decode: the rows that decode.
+        decoding: their places among the new tokens.
+        contexts: rows that are read as a block.
+        tiled: rows that go through tiles, each behind the places of its tokens.
+    """
 
     decode: Decode | None
     decoding: slice | Tensor
     contexts: list[_Context]
+    tiled: list[tuple[slice, TileAttention]]

@@ -51,7 +51,7 @@ _HALVES = ir.VectorType(F16, LANES)
 _FUSED = ("contract",)
 
 
-def _pool_vector(builder: ir.IRBuilder, start: ir.Value, index: ir.Value, bits: int) -> ir.Value:
+def pool_vector(builder: ir.IRBuilder, start: ir.Value, index: ir.Value, bits: int) -> ir.Value:
     """16 numbers of a pool whose elements have so many bits, as float32."""
     place = element(builder, start, index, bits // 8 * LANES)
     if bits == _WIDE:
@@ -95,7 +95,7 @@ def score_keys(
             with cgutils.for_range(builder, builder.udiv(dim, I64(LANES)), intp=I64) as loop:
                 lefts = [load(builder, element(builder, row, loop.index, 4 * LANES), _VECTOR, align=4) for row in rows]
                 for i, start in enumerate(starts):
-                    key = _pool_vector(builder, start, loop.index, width)
+                    key = pool_vector(builder, start, loop.index, width)
                     for left, totals in zip(lefts, sums, strict=True):
                         product = builder.fmul(left, key, flags=_FUSED)
                         builder.store(builder.fadd(builder.load(totals[i]), product, flags=_FUSED), totals[i])
@@ -178,7 +178,7 @@ def add_values(
                 ]
                 start = builder.add(values, builder.mul(step, loop.index))
                 for i in range(number):
-                    value = _pool_vector(builder, start, I64(i), width)
+                    value = pool_vector(builder, start, I64(i), width)
                     for factor, row in zip(factors, sums, strict=True):
                         product = builder.fmul(value, factor, flags=_FUSED)
                         builder.store(builder.fadd(builder.load(row[i]), product, flags=_FUSED), row[i])

@@ -22,13 +22,13 @@ def _multiply(rows: int, is_pair: bool, x: int, width: int, weights: int, depths
     """Up to 32 rows by one or two tiles of columns; of fewer than 16 as many as the registers are set for."""
     if rows == 32:
         if is_pair:
-            multiply_tiles(2, 2, x, 2 * width, weights, depths, out, step)
+            multiply_tiles(2, 2, 0, x, 2 * width, 64, weights, depths, out, step)
         else:
-            multiply_tiles(2, 1, x, 2 * width, weights, depths, out, step)
+            multiply_tiles(2, 1, 0, x, 2 * width, 64, weights, depths, out, step)
     elif is_pair:
-        multiply_tiles(1, 2, x, 2 * width, weights, depths, out, step)
+        multiply_tiles(1, 2, 0, x, 2 * width, 64, weights, depths, out, step)
     else:
-        multiply_tiles(1, 1, x, 2 * width, weights, depths, out, step)
+        multiply_tiles(1, 1, 0, x, 2 * width, 64, weights, depths, out, step)
 
 
 @compiled

@@ -91,27 +91,31 @@ def release_registers(_typing: object) -> object:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def multiply_tiles(
-    _typing: object, num_rows: object, num_columns: object, inputs: object, inputs_step: object, weights: object,
-    depths: object, out: object, out_step: object,
+    _typing: object, num_rows: object, num_columns: object, adds: object, inputs: object, inputs_step: object,
+    depth_step: object, weights: object, depths: object, out: object, out_step: object,
 ) -> object:  # fmt: skip
-    """Writes the product of rows and columns. All but the first two are int64, addresses or numbers.
+    """Writes the product of rows and columns, or adds it. All but the first three are int64, addresses or numbers.
 
     Args:
         num_rows: tiles of rows, 1 or 2, a constant.
         num_columns: tiles of columns, 1 or 2, a constant.
+        adds: 1 to add to what is there, else 0, a constant.
         inputs: [num_rows * 16, depths * 32] bfloat16; with one tile so many rows as the registers were set for.
         inputs_step: bytes from one row to the next.
+        depth_step: bytes from 32 numbers of a row to the next 32.
         weights: [num_columns, depths, 16, 16, 2] bfloat16: of each pair of inputs both numbers of 16 columns.
         depths: how many times 32 inputs.
         out: [num_rows * 16, num_columns * 16] float32.
         out_step: bytes from one row of it to the next.
     """
-    if not isinstance(num_rows, types.IntegerLiteral) or not isinstance(num_columns, types.IntegerLiteral):
+    constants = (num_rows, num_columns, adds)
+    literals = [each.literal_value for each in constants if isinstance(each, types.IntegerLiteral)]
+    if len(literals) < len(constants):
         return None
-    rows, columns = range(num_rows.literal_value), range(num_columns.literal_value)
+    rows, columns, is_added = range(literals[0]), range(literals[1]), bool(literals[2])
 
     def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
-        inputs, inputs_step, weights, depths, out, out_step = values[2:]
+        inputs, inputs_step, depth_step, weights, depths, out, out_step = values[3:]
 
         def sums(row: int, column: int) -> ir.Value:
             return I8(PAIRS * row + column)
@@ -119,12 +123,18 @@ def multiply_tiles(
         def place(start: ir.Value, step: ir.Value, tile: int, times: int) -> ir.Value:
             return builder.add(start, builder.mul(step, I64(tile * times)))
 
+        def out_at(row: int, column: int) -> ir.Value:
+            return _pointer(builder, builder.add(place(out, out_step, row, TILE), I64(LINE_BYTES * column)))
+
         for row in rows:
             for column in columns:
-                _do(builder, "tilezero", sums(row, column))
+                if is_added:
+                    _do(builder, "tileloadd64", sums(row, column), out_at(row, column), out_step)
+                else:
+                    _do(builder, "tilezero", sums(row, column))
         with cgutils.for_range(builder, depths, intp=I64) as loop:
             for row in rows:
-                at = element(builder, place(inputs, inputs_step, row, TILE), loop.index, LINE_BYTES)
+                at = builder.add(place(inputs, inputs_step, row, TILE), builder.mul(depth_step, loop.index))
                 _do(builder, "tileloadd64", I8(_INPUTS + row), _pointer(builder, at), inputs_step)
             for column in columns:
                 at = element(builder, place(weights, depths, column, _TILE_BYTES), loop.index, _TILE_BYTES)
@@ -133,11 +143,10 @@ def multiply_tiles(
                     _do(builder, "tdpbf16ps", sums(row, column), I8(_INPUTS + row), I8(_WEIGHTS + column))
         for row in rows:
             for column in columns:
-                at = builder.add(place(out, out_step, row, TILE), I64(LINE_BYTES * column))
-                _do(builder, "tilestored64", sums(row, column), _pointer(builder, at), out_step)
+                _do(builder, "tilestored64", sums(row, column), out_at(row, column), out_step)
         return context.get_dummy_value()
 
-    return types.void(num_rows, num_columns, *[types.int64] * 6), generate
+    return types.void(*constants, *[types.int64] * 7), generate
 
 
 def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
