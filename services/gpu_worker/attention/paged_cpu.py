@@ -70,11 +70,11 @@ class PagedCpuAttention:
         self._loops = _loops() if uses_loops and has_loops else None
         self._decodes_sparsely = not is_fp8(dtype) and has_sparse_products(dtype)
         self._rounds_prompts = rounds_prompts
-        self._has_tiles = rounds_prompts and self._loops is not None and has_tile_loop()
+        self._tiled = _tile_attention() if rounds_prompts and self._loops is not None else None
 
     def begin_step(self, inputs: StepInputs, kv_cache: KvCache) -> PagedCpuStep:
         """See `AttentionBackend.begin_step`."""
-        tiled = _tile_attention(kv_cache.shape.head_dim) if self._has_tiles else None
+        tiled = self._tiled if self._tiled is not None and self._tiled.fits(kv_cache.shape.head_dim) else None
         return PagedCpuStep(inputs, kv_cache, self._loops, self._decodes_sparsely, self._rounds_prompts, tiled)
 
 
@@ -92,11 +92,13 @@ def _loops() -> LoopAttention | None:
     return LoopAttention()
 
 
-def _tile_attention(head_dim: int) -> type[TileAttention] | None:
-    """What attends on tiles, if heads of this width can."""
-    from services.gpu_worker.attention.tile_attention import TileAttention, fits_tiles  # only where there are tiles
+def _tile_attention() -> type[TileAttention] | None:
+    """What attends on tiles, if this processor has them. Its loops are compiled by then, before a step is measured."""
+    if not has_tile_loop():
+        return None
+    from services.gpu_worker.attention.tile_attention import TileAttention  # only where there are tiles
 
-    return TileAttention if fits_tiles(head_dim) else None
+    return TileAttention
 
 
 def _sees_all_before(span: RowSpan, window: int | None) -> bool:

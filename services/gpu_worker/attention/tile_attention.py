@@ -25,11 +25,6 @@ from services.gpu_worker.kv_cache import KvCacheShape
 _PLACES_BYTES = 8 * BLOCK
 
 
-def fits_tiles(head_dim: int) -> bool:
-    """Whether the loops take heads of this width."""
-    return head_dim % DEPTH == 0
-
-
 class TileAttention:
     """One row of a step, whose new tokens see all tokens up to themselves; used by every layer.
 
@@ -47,6 +42,11 @@ class TileAttention:
         self._keys, self._values = (torch.empty(size, dtype=torch.bfloat16) for _ in range(2))
         self._zeros = torch.zeros(shape.head_dim)
         self._registers = register_shapes()
+
+    @staticmethod
+    def fits(head_dim: int) -> bool:
+        """Whether the loops take heads of this width."""
+        return head_dim % DEPTH == 0
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """Writes attention of the row's new tokens.
