@@ -3,7 +3,7 @@
 A worker measures its chunk at the start, alone on a machine at rest. Beside decodes, and with the other processes at
 work, the same chunk takes longer. So the time of every step with prompt tokens corrects what one of them is thought to
 take: half of the difference where it is longer, a fifth where it is shorter, because one step that is late is what
-those who are being answered see, and three quarters of the limit are aimed at, because steps differ even so. Where
+those who are being answered see, and six tenths of the limit are aimed at, because steps differ even so. Where
 nobody is being answered there is nobody to protect, and chunks are as measured.
 
 A step also takes time that does not depend on its tokens: all weights are read once. On a machine so busy that this
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 LEAST_COST = 64
 """What costs less reads all weights for so little that prompts take several times as long."""
 
-_AIM = 0.75  # of the limit
+_AIM = 0.6  # of the limit
 _MOST_SMALLER = 3
 _LONGER_WEIGHT = 0.5
 _SHORTER_WEIGHT = 0.2
@@ -69,7 +69,7 @@ class ChunkPace:
         if not self._limit_us:
             return PromptBudget(most, most)
         fitting = self._limit_us / max(self._token_us, 1e-6)
-        cost = max(self._least, int(_AIM * fitting)) if num_decodes else max(self._measured, int(fitting))
+        cost = max(self._least, round(_AIM * fitting)) if num_decodes else max(self._measured, int(fitting))
         return PromptBudget(most, cost)
 
     def on_step(self, step_us: int, num_decodes: int, prompt_cost: int) -> None:
