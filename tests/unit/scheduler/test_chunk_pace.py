@@ -44,7 +44,7 @@ def test_longer_steps_count_at_once_and_shorter_ones_slowly() -> None:
     pace.on_step(600_000, 0, 600)
     assert most(pace, 600) == 400
     pace.on_step(200_000, 0, 400)
-    assert most(pace, 600) == 428
+    assert most(pace, 600) == 429
     for _ in range(60):
         pace.on_step(most(pace, 600) * 500, 0, most(pace, 600))
     assert 590 < most(pace, 600) <= 600
