@@ -19,8 +19,18 @@ from typing import Any
 import numpy as np
 
 from services.gpu_worker.cpu_loops.jit import compiled, floats, int64s, integers, loop, num_threads, share, thread
-from services.gpu_worker.cpu_loops.tile_registers import multiply_tiles, release_registers, set_registers
+from services.gpu_worker.cpu_loops.tile_registers import (
+    DEPTH,
+    LINE_BYTES,
+    SHAPES_BYTES,
+    TILE,
+    TILE_BYTES,
+    multiply_tiles,
+    release_registers,
+    set_registers,
+)
 from services.gpu_worker.cpu_loops.tile_vectors import (
+    SCORES_STEP,
     STATE_BYTES,
     rescale_sums,
     round_key,
@@ -30,15 +40,14 @@ from services.gpu_worker.cpu_loops.tile_vectors import (
     weigh_keys,
 )
 
-BLOCK = 32
+BLOCK = 2 * TILE
 """Keys, and values, that are laid out together, and that scores are computed for."""
 
-QUERIES_TOGETHER = 32
+QUERIES_TOGETHER = 2 * TILE
 
-_STEP = 4 * QUERIES_TOGETHER  # bytes of scores of a key, or sums of a dimension
-_SCORES_BYTES, _WEIGHTS_BYTES = BLOCK * _STEP, 2 * BLOCK * QUERIES_TOGETHER  # of a block
+_SCORES_BYTES, _WEIGHTS_BYTES = BLOCK * SCORES_STEP, 2 * BLOCK * QUERIES_TOGETHER  # of a block
 
-BYTES_BY_DIMENSION = 2 * QUERIES_TOGETHER + _STEP
+BYTES_BY_DIMENSION = 2 * QUERIES_TOGETHER + SCORES_STEP
 """Of what each thread works in: queries and sums."""
 
 BYTES_BESIDE = _SCORES_BYTES + _WEIGHTS_BYTES + 2 * STATE_BYTES
@@ -69,18 +78,18 @@ def LAY_OUT_KV(pointer: Any) -> None:  # noqa: N802
                 slot = page_ids[position // page_size] * page_size + position % page_size
                 offset = (slot * num_kv_heads + head) * dim * size
                 key, value = keys_pool + offset, values_pool + offset
-            for depth in range(dim // 32):
-                round_key(of_keys + 64 * (BLOCK * depth + i), key + 32 * size * depth, bits)
+            for depth in range(dim // DEPTH):
+                round_key(of_keys + LINE_BYTES * (BLOCK * depth + i), key + DEPTH * size * depth, bits)
             places[i] = value
-        for part in range(dim // 16):
-            turn_values(of_values + 64 * 16 * part, places_at, 16 * size * part, bits)
+        for part in range(dim // TILE):
+            turn_values(of_values + TILE_BYTES * part, places_at, TILE * size * part, bits)
 
 
 @compiled
 def _hide_later(scores: int, first: int, position: int) -> None:
     """Scores of keys that come behind a query: minus infinity. Keys begin at `first`, queries at `position`."""
     for key in range(max(first, position + 1), first + BLOCK):
-        line = floats(scores + _STEP * (key - first), QUERIES_TOGETHER)
+        line = floats(scores + SCORES_STEP * (key - first), QUERIES_TOGETHER)
         for k in range(min(QUERIES_TOGETHER, key - position)):
             line[k] = -np.inf
 
@@ -91,21 +100,22 @@ def _begin(sums: int, states: int, dim: int) -> None:
     for k in range(dim * QUERIES_TOGETHER):
         numbers[k] = np.float32(0)
     for half in range(2):
-        state = floats(states + STATE_BYTES * half, 32)
-        for k in range(16):
+        state = floats(states + STATE_BYTES * half, 2 * TILE)
+        for k in range(TILE):
             state[k] = -np.inf
-            state[16 + k] = np.float32(0)
+            state[TILE + k] = np.float32(0)
 
 
 @compiled
 def _score(scores: int, keys: int, turned: int, dim: int) -> None:
-    multiply_tiles(2, 2, 0, keys, 64, 64 * BLOCK, turned, dim // 32, scores, _STEP)
+    multiply_tiles(2, 2, 0, keys, LINE_BYTES, LINE_BYTES * BLOCK, turned, dim // DEPTH, scores, SCORES_STEP)
 
 
 @compiled
 def _add(sums: int, values: int, weights: int, dim: int) -> None:
-    for part in range(dim // 32):
-        multiply_tiles(2, 2, 1, values + 64 * 32 * part, 64, 64 * dim, weights, 1, sums + 32 * _STEP * part, _STEP)
+    for part in range(dim // (2 * TILE)):
+        at, to = values + 2 * TILE_BYTES * part, sums + 2 * TILE * SCORES_STEP * part
+        multiply_tiles(2, 2, 1, at, LINE_BYTES, 0, weights, 1, to, SCORES_STEP)
 
 
 @loop
@@ -119,11 +129,11 @@ def TILE_ATTENTION(pointer: Any) -> None:  # noqa: N802
     group, steps = num_heads // num_kv_heads, -(-new // QUERIES_TOGETHER)
     turned = scratch + thread() * (dim * BYTES_BY_DIMENSION + BYTES_BESIDE)
     sums = turned + 2 * QUERIES_TOGETHER * dim
-    scores = sums + _STEP * dim
+    scores = sums + SCORES_STEP * dim
     weights = scores + _SCORES_BYTES
     states = weights + _WEIGHTS_BYTES
     scale = np.float32(1) / np.sqrt(np.float32(dim))
-    set_registers(shapes + 64 * 16)
+    set_registers(shapes + SHAPES_BYTES * TILE)
     # In turn, because those at the end of a prompt see more than those at its beginning.
     for task in range(thread(), num_kv_heads * steps * group, num_threads()):
         kv_head, head, begin = task // (steps * group), task % group, task // group % steps * QUERIES_TOGETHER
@@ -131,10 +141,10 @@ def TILE_ATTENTION(pointer: Any) -> None:  # noqa: N802
         count = min(QUERIES_TOGETHER, new - begin)
         query = queries + 4 * (begin * queries_stride + head * dim)
         for half in range(2):
-            of_half = query + 4 * 16 * half * queries_stride
-            for depth in range(dim // 32):
-                target = turned + 1024 * (half * (dim // 32) + depth)
-                turn_queries(target, of_half + 128 * depth, 4 * queries_stride, count - 16 * half)
+            of_half = query + 4 * TILE * half * queries_stride
+            for depth in range(dim // DEPTH):
+                target = turned + TILE_BYTES * (half * (dim // DEPTH) + depth)
+                turn_queries(target, of_half + 4 * DEPTH * depth, 4 * queries_stride, count - TILE * half)
         _begin(sums, states, dim)
         position = start + begin
         of_head = 2 * dim * BLOCK * blocks * kv_head
@@ -145,12 +155,12 @@ def TILE_ATTENTION(pointer: Any) -> None:  # noqa: N802
                 _hide_later(scores, BLOCK * block, position)
             for half in range(2):
                 state = states + STATE_BYTES * half
-                weigh_keys(scores + 64 * half, BLOCK, weights + 1024 * half, state, scale)
-                rescale_sums(state, sums + 64 * half, dim)
+                weigh_keys(scores + LINE_BYTES * half, BLOCK, weights + TILE_BYTES * half, state, scale)
+                rescale_sums(state, sums + LINE_BYTES * half, dim)
             _add(sums, values + place, weights, dim)
         for half in range(2):
-            for part in range(dim // 16):
-                target = out + 4 * (((begin + 16 * half) * num_heads + head) * dim + 16 * part)
-                of_part = sums + 64 * half + 16 * _STEP * part
-                store_turned(target, 4 * num_heads * dim, count - 16 * half, of_part, states + STATE_BYTES * half)
+            for part in range(dim // TILE):
+                target = out + 4 * (((begin + TILE * half) * num_heads + head) * dim + TILE * part)
+                of_part = sums + LINE_BYTES * half + TILE * SCORES_STEP * part
+                store_turned(target, 4 * num_heads * dim, count - TILE * half, of_part, states + STATE_BYTES * half)
     release_registers()

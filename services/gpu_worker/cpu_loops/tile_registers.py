@@ -35,11 +35,15 @@ DEPTH = 32
 """Inputs that one instruction sums over."""
 
 LINE_BYTES = 64
-_TILE_BYTES = TILE * LINE_BYTES
+TILE_BYTES = TILE * LINE_BYTES
+"""A register, as it lies in memory: 32 inputs of 16 rows, or 16 sums of them."""
+
 _INPUTS, _WEIGHTS = 4, 6  # the first register of each; sums come first
 
 _PALETTE = 1
-_SHAPES_BYTES = 64  # of one description of all registers
+SHAPES_BYTES = 64
+"""Of one description of all registers."""
+
 _WIDTHS_AT, _LINES_AT = 16, 48
 
 _ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: arch/x86/include/uapi/asm/prctl.h
@@ -57,7 +61,7 @@ def has_tiles() -> bool:
 
 def register_shapes() -> Tensor:
     """[17, 64] uint8: what `set_registers` is given for inputs of 1 to 16 rows in the first tile."""
-    shapes = torch.zeros(TILE + 1, _SHAPES_BYTES, dtype=torch.uint8)
+    shapes = torch.zeros(TILE + 1, SHAPES_BYTES, dtype=torch.uint8)
     shapes[:, 0] = _PALETTE
     shapes[:, _WIDTHS_AT : _WIDTHS_AT + 16 : 2] = LINE_BYTES
     shapes[:, _LINES_AT : _LINES_AT + 8] = TILE
@@ -137,7 +141,7 @@ def multiply_tiles(
                 at = builder.add(place(inputs, inputs_step, row, TILE), builder.mul(depth_step, loop.index))
                 _do(builder, "tileloadd64", I8(_INPUTS + row), _pointer(builder, at), inputs_step)
             for column in columns:
-                at = element(builder, place(weights, depths, column, _TILE_BYTES), loop.index, _TILE_BYTES)
+                at = element(builder, place(weights, depths, column, TILE_BYTES), loop.index, TILE_BYTES)
                 _do(builder, "tileloadd64", I8(_WEIGHTS + column), _pointer(builder, at), I64(LINE_BYTES))
                 for row in rows:
                     _do(builder, "tdpbf16ps", sums(row, column), I8(_INPUTS + row), I8(_WEIGHTS + column))

@@ -14,7 +14,8 @@ from numba.core import cgutils
 from numba.core.base import BaseContext
 from numba.extending import intrinsic
 
-from services.gpu_worker.cpu_loops.head_vectors import pool_vector
+from services.gpu_worker.cpu_loops.head_vectors import LANES, pool_vector
+from services.gpu_worker.cpu_loops.tile_registers import LINE_BYTES
 from services.gpu_worker.cpu_loops.vectors import (
     F32,
     I16,
@@ -28,15 +29,13 @@ from services.gpu_worker.cpu_loops.vectors import (
     store,
 )
 
-LANES = 16
-SCORES_STEP = 128
+SCORES_STEP = 2 * LINE_BYTES
 """Bytes from the scores (or sums) of one key (or dimension) to those of the next: two tiles of queries side by side."""
 
-STATE_BYTES = 3 * 64
+STATE_BYTES = 3 * LINE_BYTES
 """Of 16 queries: the largest score so far, the sum of weights, and what sums before it have to be multiplied by."""
 
-_VECTOR, _WHOLE, _PAIRS = (ir.VectorType(kind, LANES) for kind in (F32, I32, I32))
-_LINE = 64
+_VECTOR, _WHOLE = (ir.VectorType(kind, LANES) for kind in (F32, I32))
 _FUSED = ("contract",)
 _LOG2_E = 1.4426950408889634
 _LEAST = -126.0  # powers of two below are not normal numbers
@@ -63,7 +62,7 @@ def turn_queries(_typing: object, target: object, queries: object, step: object,
             is_there = builder.icmp_signed("<", I64(i), count)
             at = builder.select(is_there, place, target)  # some readable place
             numbers = builder.select(is_there, load(builder, at, wide, align=4), wide([0.0] * (2 * LANES)))
-            lines.append(builder.bitcast(rounded_bits(builder, numbers), _PAIRS))
+            lines.append(builder.bitcast(rounded_bits(builder, numbers), _WHOLE))
         _store_lines(builder, target, _turned(builder, lines))
         return context.get_dummy_value()
 
@@ -88,9 +87,9 @@ def turn_values(_typing: object, target: object, places: object, offset: object,
             def rounded(token: int) -> ir.Value:
                 start = builder.add(load(builder, element(builder, places, I64(token), 8), I64, align=8), offset)
                 halves = rounded_bits(builder, pool_vector(builder, start, I64(0), width))
-                return builder.zext(halves, _PAIRS)
+                return builder.zext(halves, _WHOLE)
 
-            shift = _PAIRS([16] * LANES)
+            shift = _WHOLE([16] * LANES)
             pairs = [
                 builder.or_(rounded(token), builder.shl(rounded(token + 1), shift)) for token in range(0, 2 * LANES, 2)
             ]
@@ -136,7 +135,7 @@ def weigh_keys(_typing: object, scores: object, count: object, weights: object, 
         scores, count, weights, state, scale = values
 
         def state_at(part: int) -> ir.Value:
-            return builder.add(state, I64(_LINE * part))
+            return builder.add(state, I64(LINE_BYTES * part))
 
         factor = splat(builder, builder.fmul(scale, F32(_LOG2_E)), _VECTOR)
         before = load(builder, state_at(0), _VECTOR, align=4)
@@ -154,7 +153,7 @@ def weigh_keys(_typing: object, scores: object, count: object, weights: object, 
                 builder.store(builder.fadd(builder.load(total), weight), total)
                 bits.append(builder.add(builder.bitcast(weight, _WHOLE), half))  # to the nearest bfloat16
             pair = builder.or_(builder.lshr(bits[0], _WHOLE([16] * LANES)), builder.and_(bits[1], upper))
-            store(builder, pair, element(builder, weights, loop.index, _LINE), align=4)
+            store(builder, pair, element(builder, weights, loop.index, LINE_BYTES), align=4)
         store(builder, largest, state_at(0), align=4)
         store(builder, builder.load(total), state_at(1), align=4)
         store(builder, fall, state_at(2), align=4)
@@ -169,7 +168,7 @@ def rescale_sums(_typing: object, state: object, sums: object, dim: object) -> o
 
     def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
         state, sums, dim = values
-        fall = load(builder, builder.add(state, I64(2 * _LINE)), _VECTOR, align=4)
+        fall = load(builder, builder.add(state, I64(2 * LINE_BYTES)), _VECTOR, align=4)
         changes = builder.bitcast(builder.fcmp_unordered("!=", fall, _VECTOR([1.0] * LANES)), I16)
         with (
             builder.if_then(builder.icmp_unsigned("!=", changes, I16(0))),  # seldom, behind the first keys
@@ -196,7 +195,7 @@ def store_turned(_typing: object, out: object, step: object, count: object, sums
 
     def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
         out, step, count, sums, state = values
-        total = load(builder, builder.add(state, I64(_LINE)), _VECTOR, align=4)
+        total = load(builder, builder.add(state, I64(LINE_BYTES)), _VECTOR, align=4)
         lines = [
             builder.fdiv(load(builder, builder.add(sums, I64(SCORES_STEP * i)), _VECTOR, align=4), total)
             for i in range(LANES)
@@ -263,7 +262,7 @@ def _lower(lane: int, size: int) -> int:
 
 def _store_lines(builder: ir.IRBuilder, target: ir.Value, lines: list[ir.Value]) -> None:
     for i, line in enumerate(lines):
-        store(builder, line, builder.add(target, I64(_LINE * i)), align=4)
+        store(builder, line, builder.add(target, I64(LINE_BYTES * i)), align=4)
 
 
 def _in_either_width(builder: ir.IRBuilder, bits: ir.Value, generate: Callable[[int], None]) -> None:
