@@ -32,7 +32,11 @@ _STREAM_OUTPUT_TOKENS_PER_S = 38.0
 _INPUT_TOKENS_PER_S = 1000.0
 
 Contender = Callable[["Load", int, float], float]
-"""Runs a load with prompts of a seed and returns the figure that counts; CommandError past so many seconds."""
+"""Runs a load with prompts of a seed and returns the figure that counts; OutOfTimeError past so many seconds."""
+
+
+class OutOfTimeError(CommandError):
+    """A run takes longer than was left."""
 
 
 @dataclass(frozen=True)
@@ -181,5 +185,5 @@ def of_transformers(gguf: Path, threads: int) -> Contender:
     return run
 
 
-def _too_long(load: Load) -> CommandError:
-    return CommandError(f"{load.name}: not done in the time that is left; see --max-minutes")
+def _too_long(load: Load) -> OutOfTimeError:
+    return OutOfTimeError(f"{load.name}: not done in the time that is left; see --max-minutes")

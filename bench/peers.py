@@ -31,7 +31,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench.own_server import OwnServer
-from bench.peer_servers import Contender, Load, llama_server, of_transformers, over_http
+from bench.peer_servers import Contender, Load, OutOfTimeError, llama_server, of_transformers, over_http
 from bench.provenance import provenance
 from services.launcher.bench.summary import markdown_table
 from services.launcher.errors import CommandError
@@ -90,10 +90,18 @@ def measure(load: Load, share: Share, options: argparse.Namespace, generator: ra
                 if not share.has_room(round_):
                     _note(f"{load.name}: no time for more than {round_} of {options.rounds} rounds")
                     break
-            for name, run in contenders.items():
-                figure = run(load, generator.getrandbits(31), share.left_s)
+            figures: dict[str, float] = {}
+            try:
+                for name, run in contenders.items():
+                    figures[name] = run(load, generator.getrandbits(31), share.left_s)
+                    _note(f"{load.name}, round {round_ + 1}: {name} {figures[name]:.1f}")
+            except OutOfTimeError:
+                if round_ == 0:
+                    raise
+                _note(f"{load.name}: round {round_ + 1} was not done in time and does not count")
+                break
+            for name, figure in figures.items():
                 found.setdefault(name, []).append(figure)
-                _note(f"{load.name}, round {round_ + 1}: {name} {figure:.1f}")
     return found
 
 

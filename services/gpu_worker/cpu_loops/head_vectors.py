@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -33,8 +34,8 @@ LANES = 16
 KEYS = 8
 """Keys that are scored together."""
 
-QUERIES = 3
-"""Most queries that they are scored for: sums of 8 keys each leave room in a processor's 32 registers."""
+QUERIES = 3 if llvmlite.binding.get_host_cpu_features().get("avx512f", False) else 1
+"""Most queries that they are scored for: the sums of 8 keys for each must fit into the processor's registers."""
 
 VECTORS = 4
 """Vectors of a head that values are added to together."""

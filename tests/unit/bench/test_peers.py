@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import random
 import re
 import socket
 import sys
@@ -10,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import provenance
-from bench.peer_servers import Load, llama_server, over_http
+from bench import peers, provenance
+from bench.peer_servers import Contender, Load, OutOfTimeError, llama_server, over_http
 from bench.peers import LOADS, Share, best_peer, estimate_s, summary
 from services.launcher.errors import CommandError
 
@@ -71,6 +73,32 @@ def test_a_server_that_does_not_answer_in_time_is_told(monkeypatch: pytest.Monke
         run = over_http(f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(CommandError, match=re.escape(RATE.name) + ": not done in the time"):
             run(RATE, 1, 0.05)
+
+
+@pytest.mark.parametrize("num_done", [0, 1, 3])
+def test_a_round_that_is_not_done_in_time_does_not_count(num_done: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before it do; without any the bench fails."""
+    figures = iter(range(100))
+
+    def first(_load: Load, _seed: int, _limit_s: float) -> float:
+        return float(next(figures))
+
+    def second(load: Load, _seed: int, _limit_s: float) -> float:
+        if (figure := next(figures)) >= 2 * num_done:
+            raise OutOfTimeError(load.name)
+        return float(figure)
+
+    contenders: dict[str, Contender] = {"tokenway": first, "a.gguf": second}
+    monkeypatch.setattr(peers, "_contenders", lambda *_: contenders)
+    share = Share(RATE, [RATE], time.monotonic() + 1000)
+    options = argparse.Namespace(rounds=5)
+    if num_done == 0:
+        with pytest.raises(OutOfTimeError):
+            peers.measure(RATE, share, options, random.Random(1))
+    else:
+        found = peers.measure(RATE, share, options, random.Random(1))
+        ours = [2.0 * round_ for round_ in range(num_done)]
+        assert found == {"tokenway": ours, "a.gguf": [figure + 1 for figure in ours]}
 
 
 def test_a_command_is_written_without_folders(monkeypatch: pytest.MonkeyPatch) -> None:
