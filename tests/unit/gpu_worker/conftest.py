@@ -56,3 +56,12 @@ def alone(tiny_llama: Path) -> list[list[int]]:
         for request in requests:
             scheduler.generate(writer, [request])
     return [request.output for request in requests]
+
+
+@pytest.fixture
+def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs a test on as many of torch's threads as its parameter says."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)

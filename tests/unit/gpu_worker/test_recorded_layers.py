@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,14 +39,6 @@ from tests.unit.gpu_worker.tiny_models import CONFIGS, make_tiny_model
 
 pytestmark = pytest.mark.skipif(not has_grid_loop(), reason="this processor has no instructions for the loops")
 MOST_ROWS = FEW_TOKENS
-
-
-@pytest.fixture
-def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def in_codes(name: str, folder: Path) -> RunnableModel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -103,15 +102,8 @@ def test_attention_on_tiles_is_that_of_rounded_numbers(
     torch.testing.assert_close(case.computed().double(), case.expected(), rtol=0, atol=2**-8 * largest)
 
 
-@pytest.fixture(params=[1, 2, 3])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("num_threads", [1, 2, 3], indirect=True)
 def test_a_token_is_the_same_whatever_the_chunk_and_however_many_threads() -> None:
     """Of a prompt computed at once and of the end of the same prompt, when its tokens fall on the same tiles."""
     whole = Case.random((3, 2, 64), 96, 0)

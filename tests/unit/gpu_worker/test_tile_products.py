@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -30,14 +30,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 def random(seed: int, *size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture(params=[1, 2, 3])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 @needs_tiles
@@ -66,6 +58,7 @@ def test_a_product_on_tiles_rounds_weights_and_inputs_and_nothing_else(
 
 @needs_tiles
 @pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("num_threads", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_is_the_same_whatever_others_there_are_and_however_many_threads(dtype: torch.dtype) -> None:
     projection, x = TileProjection(random(1, 80, 96), random(2, 80)), random(3, FEW_ROWS, 96).to(dtype)
