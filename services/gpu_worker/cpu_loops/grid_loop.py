@@ -1,15 +1,21 @@
 """gpu_worker: products of inputs with a matrix of codes (see `dot_tile`).
 
-Each thread rounds all inputs for itself: that costs less than to wait for another, as long as they are not very many.
+Each thread rounds all inputs for itself: that costs less than to wait for another. Of many rows some go through all
+columns of a thread before the next ones do, so that they stay in a cache.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from services.gpu_worker.cpu_loops.dot_tile import dot_tile
+from services.gpu_worker.cpu_loops.dot_tile import dot_tile, takes_whole_inputs
 from services.gpu_worker.cpu_loops.jit import compiled, floats, integers, loop, share, thread
 from services.gpu_worker.cpu_loops.rounded_group import GROUP, round_group
+
+ROWS_TOGETHER = 128
+"""Most rows whose rounded inputs a thread keeps."""
+
+_WIDENS = takes_whole_inputs(8)
 
 
 @compiled
@@ -22,37 +28,57 @@ def _add_bias(out: int, bias: int, rows: int, columns: int) -> None:
             sums[k] += addends[k]
 
 
+@compiled
+def _round(bits: int, x: int, groups: int, inputs: int, factors: int, totals: int) -> None:
+    """So many groups of inputs, as a product with codes of `bits` bits takes them."""
+    for i in range(groups):
+        if bits == 8 and _WIDENS:
+            round_group(16, x + 4 * GROUP * i, inputs + 2 * GROUP * i, factors + 4 * i, totals + 4 * i)
+        else:
+            round_group(8, x + 4 * GROUP * i, inputs + 2 * GROUP * i, factors + 4 * i, totals + 4 * i)
+
+
+@compiled
+def _multiply(
+    bits: int, rows: int, c: int, s: int, inputs: int, factors: int, totals: int, groups: int, out: int, step: int
+) -> None:
+    """One tile of a matrix, times all rows."""
+    row = 0
+    while row < rows:
+        i, f, t = inputs + 2 * row * groups * GROUP, factors + 4 * row * groups, totals + 4 * row * groups
+        o = out + 4 * row * step
+        if bits == 4:
+            if row + 4 <= rows:
+                dot_tile(4, 4, c, s, i, f, t, groups, o, step)
+            elif row + 2 <= rows:
+                dot_tile(4, 2, c, s, i, f, t, groups, o, step)
+            else:
+                dot_tile(4, 1, c, s, i, f, t, groups, o, step)
+        elif row + 4 <= rows:
+            dot_tile(8, 4, c, s, i, f, t, groups, o, step)
+        elif row + 2 <= rows:
+            dot_tile(8, 2, c, s, i, f, t, groups, o, step)
+        else:
+            dot_tile(8, 1, c, s, i, f, t, groups, o, step)
+        row += 4 if row + 4 <= rows else 2 if row + 2 <= rows else 1
+
+
 @loop
 def GRID_PRODUCT(pointer: Any) -> None:  # noqa: N802
     """Computes out [rows, columns] = x [rows, groups * 32] times codes of `bits` bits, plus bias [columns] unless 0."""
     bits, x, codes, scales, out, scratch, rows, groups, tiles, bias = integers(pointer, 10)
-    width, columns = groups * GROUP, tiles * 16
-    inputs = scratch + thread() * rows * groups * (2 * GROUP + 8)
-    factors = inputs + 2 * rows * width
-    totals = factors + 4 * rows * groups
-    for i in range(rows * groups):
-        round_group(x + 4 * GROUP * i, inputs + 2 * GROUP * i, factors + 4 * i, totals + 4 * i)
+    width, columns, most = groups * GROUP, tiles * 16, min(rows, ROWS_TOGETHER)
+    inputs = scratch + thread() * most * groups * (2 * GROUP + 8)
+    factors = inputs + 2 * most * width
+    totals = factors + 4 * most * groups
     first, end = share(tiles)
-    for tile in range(first, end):
-        c = codes + tile * groups * bits * 64
-        s = scales + tile * groups * (64 if bits == 4 else 32)
-        row = 0
-        while row < rows:
-            i, f, t = inputs + 2 * row * width, factors + 4 * row * groups, totals + 4 * row * groups
+    for row in range(0, rows, ROWS_TOGETHER):
+        count = min(ROWS_TOGETHER, rows - row)
+        _round(bits, x + 4 * row * width, count * groups, inputs, factors, totals)
+        for tile in range(first, end):
+            c = codes + tile * groups * bits * 64
+            s = scales + tile * groups * (64 if bits == 4 else 32)
             o = out + 4 * (row * columns + tile * 16)
-            if bits == 4:
-                if row + 4 <= rows:
-                    dot_tile(4, 4, c, s, i, f, t, groups, o, columns)
-                elif row + 2 <= rows:
-                    dot_tile(4, 2, c, s, i, f, t, groups, o, columns)
-                else:
-                    dot_tile(4, 1, c, s, i, f, t, groups, o, columns)
-            elif row + 4 <= rows:
-                dot_tile(8, 4, c, s, i, f, t, groups, o, columns)
-            elif row + 2 <= rows:
-                dot_tile(8, 2, c, s, i, f, t, groups, o, columns)
-            else:
-                dot_tile(8, 1, c, s, i, f, t, groups, o, columns)
-            row += 4 if row + 4 <= rows else 2 if row + 2 <= rows else 1
-        if bias != 0:
-            _add_bias(out + 64 * tile, bias + 64 * tile, rows, columns)
+            _multiply(bits, count, c, s, inputs, factors, totals, groups, o, columns)
+            if bias != 0:
+                _add_bias(o, bias + 64 * tile, count, columns)

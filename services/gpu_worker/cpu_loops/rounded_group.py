@@ -2,8 +2,8 @@
 
     x is about factor * (128 * high + low)
 
-Processors multiply numbers of 8 bits. One such part would be enough for llama.cpp's way of computing; its rounding is
-what the next-token distribution then suffers from most (3e-3 nats on the demo model; two parts: see performance.md).
+Most processors multiply numbers of 8 bits. One such part would be enough for llama.cpp's way of computing; its rounding
+is what the next-token distribution then suffers from most (3e-3 nats on the demo model; two parts: see performance.md).
 As a plain loop of fixed length a compiler unrolls it into single numbers, so it is put together of vectors.
 """
 
@@ -16,7 +16,7 @@ from numba import types
 from numba.core.base import BaseContext
 from numba.extending import intrinsic
 
-from services.gpu_worker.cpu_loops.vectors import F32, I8, I32, I64, call, load, splat, store
+from services.gpu_worker.cpu_loops.vectors import F32, I8, I16, I32, I64, call, load, splat, store
 
 GROUP = 32
 """Inputs that share a factor, and codes that share a scale."""
@@ -25,25 +25,48 @@ _LARGEST = 127.0 * 128
 _FLOATS, _INTEGERS, _BYTES = (ir.VectorType(kind, GROUP) for kind in (F32, I32, I8))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def round_group(_typing: object, x: object, rounded: object, factor: object, total: object) -> object:
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def round_group(
+    _typing: object, part_bits: object, x: object, rounded: object, factor: object, total: object
+) -> object:
     """Rounds a group. One that is not finite gets NaN for a factor, which stays NaN.
 
     Args:
+        part_bits: 8 or 16, a constant: what becomes of the numbers.
         x: address of [32] float32.
-        rounded: of [2, 32] int8: high, -127 to 127, and low, -64 to 64.
+        rounded: of [2, 32] int8: high, -127 to 127, and low, -64 to 64; or of [32] int16, 128 * high + low, those of a
+            quad in the order 0, 2, 1, 3.
         factor: of a float32.
         total: of an int32, the sum of 128 * high + low.
     """
+    if not isinstance(part_bits, types.IntegerLiteral):
+        return None
+    store_codes = _store_parts if part_bits.literal_value == 8 else _store_whole
 
     def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
-        _round(builder, *values)
+        x, rounded, factor, total = values[1:]
+        store_codes(builder, _round(builder, x, factor, total), rounded)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), generate
+    return types.void(part_bits, *[types.int64] * 4), generate
 
 
-def _round(builder: ir.IRBuilder, x: ir.Value, rounded: ir.Value, factor: ir.Value, total: ir.Value) -> None:
+def _store_parts(builder: ir.IRBuilder, codes: ir.Value, rounded: ir.Value) -> None:
+    high = builder.ashr(builder.add(codes, _INTEGERS([64] * GROUP)), _INTEGERS([7] * GROUP))
+    low = builder.sub(codes, builder.shl(high, _INTEGERS([7] * GROUP)))
+    store(builder, builder.trunc(high, _BYTES), rounded)
+    store(builder, builder.trunc(low, _BYTES), builder.add(rounded, I64(GROUP)))
+
+
+def _store_whole(builder: ir.IRBuilder, codes: ir.Value, rounded: ir.Value) -> None:
+    order = [first + place for first in range(0, GROUP, 4) for place in (0, 2, 1, 3)]
+    wide = builder.trunc(codes, ir.VectorType(I16, GROUP))
+    moved = builder.shuffle_vector(wide, ir.Constant(wide.type, ir.Undefined), _INTEGERS(order))
+    store(builder, moved, rounded)
+
+
+def _round(builder: ir.IRBuilder, x: ir.Value, factor: ir.Value, total: ir.Value) -> ir.Value:
+    """The codes, [32] i32; factor and total are stored."""
     numbers = load(builder, x, _FLOATS, align=4)
     sizes = call(builder, f"llvm.fabs.v{GROUP}f32", _FLOATS, [numbers])
     # NaN and infinity are zero when multiplied by zero nowhere but here: the sum of the products tells.
@@ -56,13 +79,10 @@ def _round(builder: ir.IRBuilder, x: ir.Value, rounded: ir.Value, factor: ir.Val
     scaled = builder.select(is_finite, scaled, _FLOATS([0.0] * GROUP))
     nearest = call(builder, f"llvm.rint.v{GROUP}f32", _FLOATS, [scaled])
     codes = builder.fptosi(nearest, _INTEGERS)
-    high = builder.ashr(builder.add(codes, _INTEGERS([64] * GROUP)), _INTEGERS([7] * GROUP))
-    low = builder.sub(codes, builder.shl(high, _INTEGERS([7] * GROUP)))
-    store(builder, builder.trunc(high, _BYTES), rounded)
-    store(builder, builder.trunc(low, _BYTES), builder.add(rounded, I64(GROUP)))
     unit = builder.fmul(largest, F32(1.0 / _LARGEST))
     store(builder, builder.select(is_finite, unit, F32(math.nan)), factor, align=4)
     store(builder, call(builder, f"llvm.vector.reduce.add.v{GROUP}i32", I32, [codes]), total, align=4)
+    return codes
 
 
 def _reduced(builder: ir.IRBuilder, kind: str, numbers: ir.Value) -> ir.Value:

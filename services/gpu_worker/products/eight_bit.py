@@ -16,6 +16,7 @@ from services.gpu_worker.products.kernels import PACKED_ROWS
 
 _LOW_VALUES = 128
 _MOST = 127 * _LOW_VALUES + 63  # so that the high part is within 8 bits
+_MOST_CODE = 127
 _LEAST_INPUT = 1e-30  # a row of zeros has a step too
 
 
@@ -52,9 +53,14 @@ class EightBitProjection:
 
 @functools.cache
 def has_eight_bit_products() -> bool:
-    """Whether this build of torch has oneDNN's integer products: found out by a small one."""
+    """Whether this build of torch has oneDNN's integer products, and they are exact here: found out by a small one.
+
+    Where a processor has no instruction that adds products of bytes to 32 bits (VNNI), oneDNN adds pairs of them in 16,
+    which cannot hold two large ones: it takes them for 32,767.
+    """
+    codes, scales = torch.full((16, 32), _MOST_CODE, dtype=torch.int8), torch.ones(16)
     try:
-        EightBitProjection(torch.ones(16, 16, dtype=torch.int8), torch.ones(16), None)(torch.ones(1, 16))
+        product = EightBitProjection(codes, scales, None)(torch.ones(1, 32))
     except (AttributeError, RuntimeError):  # torch does not know its name, or has no kernel behind it
         return False
-    return True
+    return torch.allclose(product, torch.tensor(32.0 * _MOST_CODE), rtol=1e-3)

@@ -47,11 +47,12 @@ class GridProjection:
     """
 
     def __init__(self, grid: WeightGrid, bias: Tensor | None) -> None:
-        from services.gpu_worker.cpu_loops.grid_loop import GRID_PRODUCT  # only where there is numba
+        from services.gpu_worker.cpu_loops.grid_loop import GRID_PRODUCT, ROWS_TOGETHER  # only where there is numba
         from services.gpu_worker.cpu_loops.team import TEAM
 
         assert TEAM is not None
         self._team, self._loop = TEAM, GRID_PRODUCT
+        self._rows_together = ROWS_TOGETHER
         self._num_bits = grid.num_bits
         self._codes = _in_tiles(grid)
         parts = (grid.scales, grid.minimums) if grid.num_bits == 4 else (grid.scales,)
@@ -65,7 +66,7 @@ class GridProjection:
         x = x.contiguous()
         num_rows, num_groups = x.shape[0], self._in_features // GROUP
         out = torch.empty(num_rows, self._out_features)
-        num_inputs = num_rows * num_groups * _GROUP_BYTES
+        num_inputs = min(num_rows, self._rows_together) * num_groups * _GROUP_BYTES
         numbers = (
             self._num_bits, x.data_ptr(), self._codes.data_ptr(), self._scales.data_ptr(), out.data_ptr(),
             self._team.scratch(torch.get_num_threads() * num_inputs), num_rows, num_groups, self._out_features // _TILE,

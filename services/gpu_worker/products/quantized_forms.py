@@ -65,7 +65,7 @@ class QuantizedForms:
     def description(self) -> str:
         """What was done, in a few words."""
         rounded = [f"{count} matrices rounded to int{bits}" for bits, count in self._num_rounded.items() if count]
-        left = [f"{self._num_left} left as they were: no operator takes their shape"] if self._num_left else []
+        left = [f"{self._num_left} left as they were: no operator here takes their shape"] if self._num_left else []
         if not rounded and not left:
             left = ["nothing to round: the file holds all matrices in as few bits"]
         cost = [f"weights {100 * self.error:.2f} % off on average"] if rounded else []
@@ -85,6 +85,8 @@ class QuantizedForms:
             return self._forms.expect(num_weights, 4)
         if has_grid_loop():
             return self._forms.expect(num_weights, 8)
+        if not has_eight_bit_products():
+            return self._forms.expect(num_weights, None)
         return num_weights + num_weights // _BYTES_BESIDE
 
     def lay_out(self, dense: DenseProjection, grid: WeightGrid | None) -> Projection:

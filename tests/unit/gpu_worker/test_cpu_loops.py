@@ -211,7 +211,7 @@ def naive_product(x: Tensor, grid: WeightGrid) -> Tensor:
 @needs_products
 @settings(max_examples=80, deadline=None)
 @given(
-    rows=st.sampled_from([0, 1, 2, 3, 4, 5, 7, 16, 33]),
+    rows=st.sampled_from([0, 1, 2, 3, 4, 5, 7, 16, 33, 130]),
     columns=st.sampled_from([32, 96, 576]),
     out=st.sampled_from([16, 48, 320]),
     num_bits=st.sampled_from([4, 8]),
@@ -230,6 +230,18 @@ def test_a_product_with_codes_rounds_inputs_and_nothing_else(
     # A number half-way between two codes may be rounded to either.
     allowed = 1e-5 * spread * columns + 2 * float(largest / LARGEST * grid.values().abs().max())
     torch.testing.assert_close(GridProjection(grid, bias)(x).double(), expected, rtol=1e-5, atol=allowed)
+
+
+@needs_products
+@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("part", [127 * 128, 126 * 128 + 64, 126 * 128 + 63, -127 * 128, -126 * 128 - 64, -128])
+def test_sums_hold_the_largest_codes_and_inputs(num_bits: int, part: int) -> None:
+    grid = random_grid(num_bits, 16, 96, 1)
+    grid.codes.fill_(2**num_bits - 1)
+    x = torch.full((7, 96), part / LARGEST)
+    x[:, ::GROUP] = math.copysign(1, part)  # so that the step of each group is the smallest
+    expected = naive_product(x, grid)
+    torch.testing.assert_close(GridProjection(grid, None)(x).double(), expected, rtol=1e-6, atol=1e-4)
 
 
 @needs_products
@@ -276,7 +288,10 @@ def test_a_tile_is_the_same_with_whatever_instructions_a_processor_has(
     codes = torch.randint(0, 256, (3, 8, 16, 4), generator=generator, dtype=torch.uint8)
     high = torch.randint(-127, 128, (2, 3, 32), generator=generator, dtype=torch.int8)
     low = torch.randint(-64, 65, (2, 3, 32), generator=generator, dtype=torch.int8)
-    inputs, numbers = torch.stack((high, low), dim=2), 128 * high.int() + low.int()
+    numbers = 128 * high.int() + low.int()
+    inputs = torch.stack((high, low), dim=2)
+    if dot_tile.takes_whole_inputs(8):
+        inputs = numbers.to(torch.int16).view(2, 3, 8, 4)[..., [0, 2, 1, 3]].contiguous()
     scales, factors = random(4, 3, 16).half(), random(5, 2, 3)
     sums, out = numbers.sum(-1, dtype=torch.int32), torch.empty(2, 16)
     run(*(tensor.data_ptr() for tensor in (codes, scales, inputs, factors, sums, out)))

@@ -34,7 +34,8 @@ from tests.unit.gpu_worker.packed_writers import FORMS, write_forms
 from tests.unit.gpu_worker.step_bench import CPU
 from tests.unit.gpu_worker.test_products import logits_of
 
-needs_eight_bits = pytest.mark.skipif(not has_eight_bit_products(), reason="this build of torch has no int8 products")
+needs_eight_bits = pytest.mark.skipif(not has_eight_bit_products(), reason="no exact int8 products here")
+needs_int8 = pytest.mark.skipif(not has_grid_loop() and not has_eight_bit_products(), reason="no products with 8 bits")
 needs_four_bits = pytest.mark.skipif(not CpuForms(False).reads_grid(4), reason="no products with 4-bit codes here")
 SHAPE = Shape(hidden_size=128, intermediate_size=192, num_layers=2, head_dim=32)
 
@@ -137,7 +138,7 @@ def rounded(weights: DecoderWeights[DenseProjection], quantization: str) -> Deco
 
 
 @needs_four_bits
-@needs_eight_bits
+@needs_int8
 @pytest.mark.parametrize(("quantization", "largest_error"), [("int8", 0.02), ("int4", 0.25)])
 def test_a_model_rounded_at_load(
     quantization: str, largest_error: float, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -187,5 +188,26 @@ def test_shapes_that_no_operator_takes_are_left_and_told(shape: tuple[int, int],
     projection = forms.lay_out(dense, None)
     x = random(3, shape[1], seed=1)
     torch.testing.assert_close(projection(x), dense(x), rtol=0.05, atol=0.1)
-    assert forms.description.startswith("1 left as they were: no operator takes their shape, 1 matrices ")
+    assert forms.description.startswith("1 left as they were: no operator here takes their shape, 1 matrices ")
     assert forms.error == 0
+
+
+@pytest.mark.parametrize(("quantization", "shape"), [("int8", (24, 64)), ("int8", (32, 40)), ("int4", (32, 40))])
+def test_int8_is_left_alone_where_products_of_bytes_are_not_exact(
+    quantization: str, shape: tuple[int, int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gpu_worker.products.quantized_forms.has_eight_bit_products", lambda: False)
+    chosen = Settings(quantization=quantization)
+    forms = rounded_forms(forms_of(chosen), chosen, check_model(open_model(folder)))
+    dense, x = DenseProjection(random(*shape)), random(3, shape[1], seed=1)
+    torch.testing.assert_close(forms.lay_out(dense, None)(x), dense(x), rtol=0.05, atol=0.1)
+    assert forms.description.startswith("1 left as they were: no operator here takes their shape, ")
+
+
+def test_products_of_bytes_are_asked_whether_they_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Saturated(EightBitProjection):
+        def __call__(self, x: Tensor) -> Tensor:
+            return super().__call__(x) / 2
+
+    monkeypatch.setattr("services.gpu_worker.products.eight_bit.EightBitProjection", Saturated)
+    assert not has_eight_bit_products.__wrapped__()
