@@ -137,13 +137,12 @@ class LoopDecode:
         """See `SparseDecode.attend`; queries may be a view of heads that lie side by side."""
         num_heads, dim = queries.shape[1:]
         out = torch.empty(len(self.tokens), num_heads, dim)
-        num_kv_heads = self._shape.num_kv_heads
-        num_scores = torch.get_num_threads() * (num_heads // num_kv_heads) * (self._longest + 1)
+        num_scores = torch.get_num_threads() * num_heads * (self._longest + 1)
         numbers = (
             queries.data_ptr(), queries.stride(0), self.tokens.data_ptr(), self._pages.data_ptr(),
             self._pages.shape[1], self._positions.data_ptr(), self._window, keys.data_ptr(), values.data_ptr(),
             out.data_ptr(), self._team.scratch(4 * num_scores), self._longest, len(self.tokens), num_heads,
-            num_kv_heads, dim, self._shape.page_size, 8 * self._shape.dtype.itemsize,
+            self._shape.num_kv_heads, dim, self._shape.page_size, 8 * self._shape.dtype.itemsize,
         )  # fmt: skip
         self._team.run(DECODE_ATTENTION, array("q", numbers), self._total * num_heads * dim >= LARGE_WORK)
         return out

@@ -1,4 +1,4 @@
-"""gpu_worker: what attention does with a head's numbers, in vectors of 16, as no plain loop is compiled."""
+"""gpu_worker: what attention does with a head's numbers, in vectors, as no plain loop is compiled."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ from services.gpu_worker.cpu_loops.vectors import (
 LANES = 16
 """A head's width must be a multiple of it."""
 
-KEYS = 8
-"""Keys that are scored together."""
+REGISTER = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f", False) else 8
+"""Numbers that a register of this processor holds. It has 32 of 16 or 16 of 8."""
 
-QUERIES = 3 if llvmlite.binding.get_host_cpu_features().get("avx512f", False) else 1
-"""Most queries that they are scored for: the sums of 8 keys for each must fit into the processor's registers."""
+KEYS = REGISTER // 2
+"""Keys that are scored together: the sums of so many for each query fit into the registers."""
+
+QUERIES = 3
+"""Most queries that they are scored for."""
 
 VECTORS = 4
-"""Vectors of a head that values are added to together."""
+"""Registers of a head that values are added to together, for each query."""
 
 LARGEST_HALF = 65504.0
 """The largest number of half precision."""
@@ -49,15 +52,16 @@ _LINE = 64  # bytes
 _READ, _NEAR, _DATA = 0, 3, 1  # of a prefetch: what for, into which caches, what
 _VECTOR = ir.VectorType(F32, LANES)
 _HALVES = ir.VectorType(F16, LANES)
+_SUMS = ir.VectorType(F32, REGISTER)
 _FUSED = ("contract",)
 
 
 def pool_vector(builder: ir.IRBuilder, start: ir.Value, index: ir.Value, bits: int) -> ir.Value:
-    """16 numbers of a pool whose elements have so many bits, as float32."""
-    place = element(builder, start, index, bits // 8 * LANES)
+    """A register of numbers of a pool whose elements have so many bits, as float32."""
+    place = element(builder, start, index, bits // 8 * REGISTER)
     if bits == _WIDE:
-        return load(builder, place, _VECTOR, align=4)
-    return builder.fpext(load(builder, place, _HALVES, align=2), _VECTOR)
+        return load(builder, place, _SUMS, align=4)
+    return builder.fpext(load(builder, place, ir.VectorType(F16, REGISTER), align=2), _SUMS)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -67,8 +71,8 @@ def score_keys(
 ) -> object:  # fmt: skip
     """Computes scale * (products of some queries with `count` neighbouring keys of a pool): [queries, count] float32.
 
-    Each key is read once for all queries. A product's 16 partial sums have to be added across a register, which costs
-    as much as the product; of 8 keys they are added together, halving twice as many numbers in each step.
+    Each key is read once for all queries. A product's partial sums have to be added across a register, which costs as
+    much as the product; of `KEYS` keys they are added together, halving twice as many numbers in each step.
 
     Args:
         bits: of the pool's numbers: 32, or 16 of half precision.
@@ -88,13 +92,13 @@ def score_keys(
 
         def score(width: int, heads: int, number: int) -> None:
             sums = [
-                [cgutils.alloca_once_value(builder, _VECTOR([0.0] * LANES)) for _ in range(number)]
+                [cgutils.alloca_once_value(builder, _SUMS([0.0] * REGISTER)) for _ in range(number)]
                 for _ in range(heads)
             ]
             starts = [builder.add(keys, builder.mul(step, I64(i))) for i in range(number)]
             rows = [builder.add(query, builder.mul(dim, I64(4 * head))) for head in range(heads)]
-            with cgutils.for_range(builder, builder.udiv(dim, I64(LANES)), intp=I64) as loop:
-                lefts = [load(builder, element(builder, row, loop.index, 4 * LANES), _VECTOR, align=4) for row in rows]
+            with cgutils.for_range(builder, builder.udiv(dim, I64(REGISTER)), intp=I64) as loop:
+                lefts = [load(builder, element(builder, row, loop.index, 4 * REGISTER), _SUMS, align=4) for row in rows]
                 for i, start in enumerate(starts):
                     key = pool_vector(builder, start, loop.index, width)
                     for left, totals in zip(lefts, sums, strict=True):
@@ -123,10 +127,12 @@ def _in_each_case(
 
 
 def _added_across(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
-    """The sum of each vector's numbers, side by side; their number is a power of two, up to `LANES`."""
-    number, width = len(vectors), LANES
+    """The sum of each vector's numbers, side by side; their number is a power of two, up to `REGISTER`."""
+    number, width = len(vectors), REGISTER
     while len(vectors) > 1:
-        vectors = [_neighbours_added(builder, vectors[i], vectors[i + 1], 2 * LANES) for i in range(0, len(vectors), 2)]
+        vectors = [
+            _neighbours_added(builder, vectors[i], vectors[i + 1], 2 * REGISTER) for i in range(0, len(vectors), 2)
+        ]
     (together,) = vectors
     while width > number:
         together = _neighbours_added(builder, together, together, width)
@@ -144,9 +150,9 @@ def _neighbours_added(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, count: in
 @intrinsic  # type: ignore[untyped-decorator]
 def add_values(
     _typing: object, bits: object, queries: object, vectors: object, total: object, total_step: object, values: object,
-    step: object, count: object, weights: object, weights_step: object,
+    step: object, count: object, weights: object, weights_step: object, ahead: object,
 ) -> object:  # fmt: skip
-    """Adds `count` neighbouring values of a pool, each times its weight, to [queries, 16 * vectors] float32.
+    """Adds `count` neighbouring values of a pool, each times its weight, to [queries, REGISTER * vectors] float32.
 
     Args:
         bits: see `score_keys`.
@@ -159,25 +165,28 @@ def add_values(
         count: how many values.
         weights: address of [count] float32, of the first query.
         weights_step: bytes from these to those of the next query.
+        ahead: what lies so many bytes behind each value is asked for.
     """
 
     def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, given: list[ir.Value]) -> ir.Value:
-        total, total_step, values, step, count, weights, weights_step = given[3:]
+        total, total_step, values, step, count, weights, weights_step, ahead = given[3:]
 
         def add(width: int, heads: int, number: int) -> None:
             starts = [builder.add(total, builder.mul(total_step, I64(head))) for head in range(heads)]
-            places = [[element(builder, start, I64(i), 4 * LANES) for i in range(number)] for start in starts]
+            places = [[element(builder, start, I64(i), 4 * REGISTER) for i in range(number)] for start in starts]
             sums = [
-                [cgutils.alloca_once_value(builder, load(builder, place, _VECTOR, align=4)) for place in row]
+                [cgutils.alloca_once_value(builder, load(builder, place, _SUMS, align=4)) for place in row]
                 for row in places
             ]
             lines = [builder.add(weights, builder.mul(weights_step, I64(head))) for head in range(heads)]
             with cgutils.for_range(builder, count, intp=I64) as loop:
                 factors = [
-                    splat(builder, load(builder, element(builder, line, loop.index, 4), F32, align=4), _VECTOR)
+                    splat(builder, load(builder, element(builder, line, loop.index, 4), F32, align=4), _SUMS)
                     for line in lines
                 ]
                 start = builder.add(values, builder.mul(step, loop.index))
+                for line in range(0, width // 8 * REGISTER * number, _LINE):
+                    _fetch(builder, builder.add(builder.add(start, ahead), I64(line)))
                 for i in range(number):
                     value = pool_vector(builder, start, I64(i), width)
                     for factor, row in zip(factors, sums, strict=True):
@@ -190,7 +199,12 @@ def add_values(
         _in_each_case(builder, zip(given, (_WIDTHS, _GROUPS, (1, VECTORS)), strict=False), add)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 10), generate
+    return types.void(*[types.int64] * 11), generate
+
+
+def _fetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    place = builder.inttoptr(address, I8.as_pointer())
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, *map(I32, (_READ, _NEAR, _DATA))])
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -205,8 +219,7 @@ def fetch_lines(_typing: object, start: object, step: object, count: object, wid
         with cgutils.for_range(builder, count, intp=I64) as piece:
             begin = builder.add(start, builder.mul(step, piece.index))
             with cgutils.for_range(builder, builder.udiv(width, I64(_LINE)), intp=I64) as line:
-                place = builder.inttoptr(element(builder, begin, line.index, _LINE), I8.as_pointer())
-                call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, *map(I32, (_READ, _NEAR, _DATA))])
+                _fetch(builder, element(builder, begin, line.index, _LINE))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), generate
