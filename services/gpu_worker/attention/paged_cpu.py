@@ -34,7 +34,7 @@ FEW_TOKENS = 8
 """New tokens of a row up to which each goes through the loop as if it were a row: together they would share reads."""
 
 _MANY_TOKENS = 32
-"""New tokens of a row from which on rounding its whole context costs less than it saves."""
+"""New tokens of a row from which on rounding its whole context, or attending it in two parts, costs less than it saves."""
 
 
 class Decode(Protocol):
@@ -162,7 +162,7 @@ class PagedCpuStep:
     def _attend_in_parts(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """Writes what `attend_span` returns of a context whose tokens all see what was computed before."""
         loops, num_kv_heads = self._decoding_loops, keys.shape[1]
-        if loops is None:
+        if loops is None or keys.dtype != torch.bfloat16:
             out.copy_(joined(attend_parts(by_head(queries, num_kv_heads, keys.dtype), keys, values)))
             return
         heads = loops.rounded_by_head(queries)
@@ -189,13 +189,14 @@ class PagedCpuStep:
             if span.num_new <= self._most_in_place:
                 decoding.append(span)
                 continue
-            computed = torch.bfloat16 if self._rounds_prompts and span.num_new >= _MANY_TOKENS else dtype
-            is_rounded = computed == torch.bfloat16 and _sees_all_before(span, window)
-            if is_rounded and self._tiled is not None:
+            is_long = span.num_new >= _MANY_TOKENS
+            computed = torch.bfloat16 if self._rounds_prompts and is_long else dtype
+            has_parts = is_long and _sees_all_before(span, window)
+            if has_parts and self._rounds_prompts and self._tiled is not None:
                 pages = self._inputs.page_table[span.row]
                 tiled.append((span.tokens, self._tiled(span, pages, self._kv_cache.shape)))
                 continue
-            is_in_parts = is_rounded and span.num_new < span.length
+            is_in_parts = has_parts and span.num_new < span.length
             mask = None if is_in_parts else additive_mask(span, window, computed, self._inputs.positions.device)
             contexts.append(_Context(span, computed, mask, self._slots(span), is_in_parts))
         if not decoding:
