@@ -9,7 +9,8 @@ slots as there are streams. Each round runs every server once, one after the oth
 prompts that no run before it had; what is printed is the median of the rounds and, of the best of llama-server's files,
 the median of the ratios within a round. Prompts are random token ids; every answer must have exactly the tokens that
 were asked for. `--transformers` adds its `generate` in float32 to the workloads with a rate, as one batch after the
-other and without HTTP; it reads the demo's GGUF file too.
+other and without HTTP; it reads the demo's GGUF file too. No variable may tell OpenMP how to wait: with
+OMP_WAIT_POLICY=PASSIVE, which Tokenway's worker sets for itself, llama-server is several times slower.
 
 How long it will take is said at the start, from what two cores do with a small model, and again after each round. Each
 workload has its share of `--max-minutes`: what does not fit loses rounds, never its first.
@@ -21,6 +22,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -38,6 +40,7 @@ from services.launcher.errors import CommandError
 from services.launcher.models import resolve_model
 from services.runtime.config import Settings
 
+_OF_THREADS = ("OMP_", "GOMP_", "KMP_")  # variables that tell a program's threads how to wait and where to run
 _TOKENWAY, _TRANSFORMERS = "tokenway", "transformers"
 
 LOADS = (
@@ -182,6 +185,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error("--rounds: at least 1")
+    if told := sorted(name for name in os.environ if name.startswith(_OF_THREADS)):
+        parser.error(
+            f"{told[0]} is set, and all servers would take it: unset it, so that each waits as it does by itself"
+        )
     return options
 
 

@@ -18,6 +18,7 @@ from services.gpu_worker.attention import attention_named
 from services.gpu_worker.attention.backend import AttentionBackend
 from services.gpu_worker.attention.fastest import AttentionTask
 from services.gpu_worker.choices import Choices, choose, is_laid_out, product_dtype
+from services.gpu_worker.cpu_loops import loops_problem
 from services.gpu_worker.decode_graphs import GraphLimits
 from services.gpu_worker.dummy_weights import dummy_model
 from services.gpu_worker.eight_bits import fp8_forms
@@ -242,8 +243,10 @@ def _load(
     _log_load(files.path, model, loaded, device)
     if eight is not None:
         logger.info("quantization fp8: %s", eight.description)
-    elif is_laid_out(settings, device):
+    elif is_laid_out(settings, device) and settings.load_format != "dummy":
         logger.info("numerics %s: %s", settings.numerics, forms.description)
+    if device.type == "cpu" and (problem := loops_problem()):
+        logger.warning("compiled loops do not run here, steps take longer: %s", problem)
     return model, loaded
 
 

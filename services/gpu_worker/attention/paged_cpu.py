@@ -34,7 +34,7 @@ FEW_TOKENS = 8
 """New tokens of a row up to which each goes through the loop as if it were a row: together they would share reads."""
 
 _MANY_TOKENS = 32
-"""New tokens of a row from which on rounding its whole context, or attending it in two parts, costs less than it saves."""
+"""New tokens of a row from which on rounding its context, or attending it in two parts, costs less than it saves."""
 
 
 class Decode(Protocol):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import logging
 import os
 from pathlib import Path
 
@@ -24,6 +25,11 @@ def loops_problem() -> str | None:
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed"
     keeps_compiled()
+    logging.getLogger("numba").setLevel(logging.WARNING)  # it tells all that it does, thousands of lines for each loop
+    try:
+        importlib.import_module("numba")
+    except (ImportError, OSError) as error:  # its or LLVM's parts do not fit what else is installed
+        return f"numba cannot be imported ({error})"
     from services.gpu_worker.cpu_loops.team import TEAM
 
     return None if TEAM is not None else "torch has no OpenMP library here whose threads they could use"

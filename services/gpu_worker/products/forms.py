@@ -114,6 +114,9 @@ class CpuForms:
             compared = [Compared.of(self._pairs[kind], kind[0][1]) for kind in kinds]
             worth = _UNRECORDED if kinds is of_layers and not all(map(_ends_in_loops, compared)) else 1.0
             most = crossover(compared, self._pump, worth)
+            if all(_are_loops(shape.few) for shape in compared):
+                # A single row waits for memory, of which codes read least: where that was not seen, something else ran.
+                most = max(most, 1)
             for kind in kinds:
                 self._settle_kind(kind, most)
         self._pairs.clear()

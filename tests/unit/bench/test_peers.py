@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
 import socket
@@ -24,6 +25,23 @@ FOUND = {
     "b.gguf": [9.0, 9.0, 99.0],
     "transformers": [99.0, 99.0, 99.0],
 }
+
+
+@pytest.fixture(autouse=True)
+def free_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable tells threads what to do; those of the tests are told."""
+    for name in [name for name in os.environ if name.startswith(("OMP_", "GOMP_", "KMP_"))]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+def test_nothing_tells_the_threads_of_all_servers_how_to_wait(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(SystemExit):
+        peers.main(["--llama-server", "nowhere", "--gguf", "nothing.gguf"])
+    assert f"{name} is set" in capsys.readouterr().err
 
 
 def test_the_best_of_the_files_counts_by_its_median() -> None:

@@ -322,3 +322,17 @@ def test_without_numba_everything_runs_the_plain_way(monkeypatch: pytest.MonkeyP
         assert not fits_grid_loop(random_grid(4, 16, 32, 1))
     loops_problem.cache_clear()
     loops_problem()
+
+
+def test_a_numba_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_name: str) -> None:
+        raise ImportError("Numba needs NumPy 2.3 or less")
+
+    loops_problem.cache_clear()
+    with monkeypatch.context() as broken:
+        broken.setattr(importlib, "import_module", refuse)
+        assert loops_problem() == "numba cannot be imported (Numba needs NumPy 2.3 or less)"
+        assert isinstance(operators_for(CPU), PlainOperators)
+        assert not has_grid_loop()
+    loops_problem.cache_clear()
+    loops_problem()

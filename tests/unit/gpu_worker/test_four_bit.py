@@ -16,6 +16,7 @@ from torch import Tensor
 from services.gpu_worker.models.projection import DenseProjection
 from services.gpu_worker.products.forms import Compared, CpuForms, crossover
 from services.gpu_worker.products.four_bit import FourBitProjection, fits_four_bit, has_four_bit_products
+from services.gpu_worker.products.grid import GridProjection, has_grid_loop
 from services.gpu_worker.products.kernels import has_packed_float32
 from services.gpu_worker.products.two_forms import TwoForms
 from services.gpu_worker.weight_grid import GROUP, WeightGrid, grid_bits, read_grid, stacked
@@ -160,6 +161,21 @@ def test_the_crossover_is_where_the_form_for_few_rows_becomes_slower(monkeypatch
     assert crossover([Compared([other], [fast_for_few], 2, 1)], lambda: pumped.append(1), 1.0) == 0
     assert len(pumped) == 4 + 1  # 1, 2, 4 and 8 rows; 1 row
     assert crossover([Compared([fast_for_few], [other], 2, 1)], lambda: None, 1.7) == 8  # 8 rows take 1.6 times as long
+
+
+@pytest.mark.skipif(not has_grid_loop(), reason="no loop for codes here")
+def test_a_single_row_goes_through_codes_whatever_was_measured_on_a_busy_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.gpu_worker.products.forms.crossover", lambda *_: 0)
+    forms = CpuForms(is_exact=False)
+    grid = read_grid("Q4_1", torch.from_numpy(random_blocks("Q4_1", 32, 1)).view(16, -1), 64)
+    matrix = forms.lay_out(DenseProjection(grid.values()), grid)
+    forms.settle()
+    assert isinstance(matrix, TwoForms)
+    x = torch.randn(1, 64)
+    assert torch.equal(matrix(x), GridProjection(grid, None)(x))
+    assert "in 4 bits for few rows" in forms.description
 
 
 @pytest.mark.parametrize("copy_bytes", [0, 2**40])
