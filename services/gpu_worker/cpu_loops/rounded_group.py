@@ -51,6 +51,26 @@ def round_group(
     return types.void(part_bits, *[types.int64] * 4), generate
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def drop_low_part(_typing: object, rounded: object, total: object) -> object:
+    """Leaves of a group that `round_group` took apart only the high parts: its inputs are then rounded to 8 bits.
+
+    Args:
+        rounded: address of [2, 32] int8.
+        total: of an int32.
+    """
+
+    def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
+        rounded, total = values
+        high = builder.sext(load(builder, rounded, _BYTES), _INTEGERS)
+        added = call(builder, f"llvm.vector.reduce.add.v{GROUP}i32", I32, [high])
+        store(builder, builder.shl(added, I32(7)), total, align=4)
+        store(builder, _BYTES([0] * GROUP), builder.add(rounded, I64(GROUP)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
 def _store_parts(builder: ir.IRBuilder, codes: ir.Value, rounded: ir.Value) -> None:
     high = builder.ashr(builder.add(codes, _INTEGERS([64] * GROUP)), _INTEGERS([7] * GROUP))
     low = builder.sub(codes, builder.shl(high, _INTEGERS([7] * GROUP)))

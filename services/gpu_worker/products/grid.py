@@ -15,7 +15,6 @@ from services.gpu_worker.cpu_loops import loops_problem
 from services.gpu_worker.weight_grid import GROUP, WeightGrid
 
 _TILE = 16  # rows of a matrix that the loop takes together
-_GROUP_BYTES = 2 * GROUP + 8  # of rounded inputs: two parts, a factor and a sum
 BYTES_OF_8_WEIGHTS = {4: 5, 8: 8.5}
 """Of a matrix, by bits: its codes, and for 32 weights a scale of 2 bytes, with 4 bits a minimum of 2 as well."""
 
@@ -47,12 +46,16 @@ class GridProjection:
     """
 
     def __init__(self, grid: WeightGrid, bias: Tensor | None) -> None:
-        from services.gpu_worker.cpu_loops.grid_loop import GRID_PRODUCT, ROWS_TOGETHER  # only where there is numba
+        from services.gpu_worker.cpu_loops.grid_loop import (  # only where there is numba
+            GRID_PRODUCT,
+            GROUP_BYTES,
+            ROWS_TOGETHER,
+        )
         from services.gpu_worker.cpu_loops.team import TEAM
 
         assert TEAM is not None
         self._team, self._loop = TEAM, GRID_PRODUCT
-        self._rows_together = ROWS_TOGETHER
+        self._rows_together, self._group_bytes = ROWS_TOGETHER, GROUP_BYTES
         self._num_bits = grid.num_bits
         self._codes = _in_tiles(grid)
         parts = (grid.scales, grid.minimums) if grid.num_bits == 4 else (grid.scales,)
@@ -66,7 +69,7 @@ class GridProjection:
         x = x.contiguous()
         num_rows, num_groups = x.shape[0], self._in_features // GROUP
         out = torch.empty(num_rows, self._out_features)
-        num_inputs = min(num_rows, self._rows_together) * num_groups * _GROUP_BYTES
+        num_inputs = min(num_rows, self._rows_together) * num_groups * self._group_bytes
         numbers = (
             self._num_bits, x.data_ptr(), self._codes.data_ptr(), self._scales.data_ptr(), out.data_ptr(),
             self._team.scratch(torch.get_num_threads() * num_inputs), num_rows, num_groups, self._out_features // _TILE,

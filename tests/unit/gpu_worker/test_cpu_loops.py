@@ -200,12 +200,23 @@ def random_grid(num_bits: int, num_rows: int, num_columns: int, seed: int) -> We
 
 
 def naive_product(x: Tensor, grid: WeightGrid) -> Tensor:
-    """Inputs rounded to 15 bits, group by group; then a plain sum in float64."""
+    """Inputs rounded to 15 bits, group by group, or some groups of many rows to 8; then a plain sum in float64."""
     groups = x.view(len(x), x.shape[1] // GROUP, GROUP)
     largest = groups.abs().amax(-1, keepdim=True)
     inverse = torch.where(largest > 0, LARGEST / largest, 0.0)
-    rounded = (groups * inverse).round().double() * (largest / LARGEST).double()
+    codes = (groups * inverse).round().double()
+    if len(x) > 4 and grid.num_bits == 4 and low_parts_are_skipped():
+        steps = largest / LARGEST
+        is_coarse = steps.square() <= steps.square().mean(1, keepdim=True)
+        codes = torch.where(is_coarse, ((codes + 64) / 128).floor() * 128, codes)
+    rounded = codes * (largest / LARGEST).double()
     return rounded.view(x.shape) @ grid.values().double().T
+
+
+def low_parts_are_skipped() -> bool:
+    from services.gpu_worker.cpu_loops.dot_tile import skips_low_parts
+
+    return skips_low_parts(4)
 
 
 @needs_products
@@ -245,6 +256,22 @@ def test_sums_hold_the_largest_codes_and_inputs(num_bits: int, part: int) -> Non
 
 
 @needs_products
+def test_large_groups_of_many_rows_keep_their_low_parts() -> None:
+    if not low_parts_are_skipped():
+        pytest.skip("all groups keep theirs here")
+    grid, x = random_grid(4, 16, 128, 1), 0.01 * random(2, 12, 128)
+    x[:, GROUP : 2 * GROUP] *= 1000
+    product = GridProjection(grid, None)
+    few, many = torch.cat([product(part) for part in x.split(4)]), product(x)
+    coarse = naive_product(x, grid)
+    torch.testing.assert_close(many.double(), coarse, rtol=1e-5, atol=1e-4)
+    exact = x.double() @ grid.values().double().T
+    assert float((few - exact).norm()) < float((many - exact).norm()) < 1e-3 * float(exact.norm())
+    for row in (0, 5, 11):  # whatever stands beside it
+        assert torch.equal(product(x[[row] * 7])[0], many[row])
+
+
+@needs_products
 @pytest.mark.parametrize("num_bits", [4, 8])
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_smp_02_a_broken_input_breaks_its_own_row_only(num_bits: int, broken: float) -> None:
@@ -281,8 +308,8 @@ def test_a_tile_is_the_same_with_whatever_instructions_a_processor_has(
     tile = dot_tile.dot_tile
 
     @numba.njit  # type: ignore[untyped-decorator]
-    def run(codes: int, scales: int, inputs: int, factors: int, sums: int, out: int) -> None:
-        tile(8, 2, codes, scales, inputs, factors, sums, 3, out, 16)
+    def run(codes: int, scales: int, inputs: int, factors: int, sums: int, lows: int, out: int) -> None:
+        tile(8, 2, codes, scales, inputs, factors, sums, lows, 3, out, 16)
 
     generator = torch.Generator().manual_seed(3)
     codes = torch.randint(0, 256, (3, 8, 16, 4), generator=generator, dtype=torch.uint8)
@@ -294,7 +321,8 @@ def test_a_tile_is_the_same_with_whatever_instructions_a_processor_has(
         inputs = numbers.to(torch.int16).view(2, 3, 8, 4)[..., [0, 2, 1, 3]].contiguous()
     scales, factors = random(4, 3, 16).half(), random(5, 2, 3)
     sums, out = numbers.sum(-1, dtype=torch.int32), torch.empty(2, 16)
-    run(*(tensor.data_ptr() for tensor in (codes, scales, inputs, factors, sums, out)))
+    lows = torch.ones(2, 3, dtype=torch.int32)
+    run(*(tensor.data_ptr() for tensor in (codes, scales, inputs, factors, sums, lows, out)))
     weights = (codes.double() - 128).permute(0, 2, 1, 3).reshape(3, 16, 32)
     dots = torch.einsum("gok,rgk->rgo", weights, numbers.double())
     expected = (dots * factors[..., None].double() * scales[None].double()).sum(1)
