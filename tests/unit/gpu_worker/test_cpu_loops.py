@@ -262,7 +262,7 @@ def test_large_groups_of_many_rows_keep_their_low_parts() -> None:
     grid, x = random_grid(4, 16, 128, 1), 0.01 * random(2, 12, 128)
     x[:, GROUP : 2 * GROUP] *= 1000
     product = GridProjection(grid, None)
-    few, many = torch.cat([product(part) for part in x.split(4)]), product(x)
+    few, many = torch.cat([product(x[first : first + 4]) for first in range(0, 12, 4)]), product(x)
     coarse = naive_product(x, grid)
     torch.testing.assert_close(many.double(), coarse, rtol=1e-5, atol=1e-4)
     exact = x.double() @ grid.values().double().T
