@@ -56,12 +56,12 @@ _SUMS = ir.VectorType(F32, REGISTER)
 _FUSED = ("contract",)
 
 
-def pool_vector(builder: ir.IRBuilder, start: ir.Value, index: ir.Value, bits: int) -> ir.Value:
-    """A register of numbers of a pool whose elements have so many bits, as float32."""
-    place = element(builder, start, index, bits // 8 * REGISTER)
+def pool_vector(builder: ir.IRBuilder, start: ir.Value, index: ir.Value, bits: int, lanes: int = REGISTER) -> ir.Value:
+    """So many numbers of a pool whose elements have so many bits, as float32; `index` counts such vectors."""
+    place, kind = element(builder, start, index, bits // 8 * lanes), ir.VectorType(F32, lanes)
     if bits == _WIDE:
-        return load(builder, place, _SUMS, align=4)
-    return builder.fpext(load(builder, place, ir.VectorType(F16, REGISTER), align=2), _SUMS)
+        return load(builder, place, kind, align=4)
+    return builder.fpext(load(builder, place, ir.VectorType(F16, lanes), align=2), kind)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

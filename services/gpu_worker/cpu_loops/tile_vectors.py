@@ -86,7 +86,7 @@ def turn_values(_typing: object, target: object, places: object, offset: object,
         def turn(width: int) -> None:
             def rounded(token: int) -> ir.Value:
                 start = builder.add(load(builder, element(builder, places, I64(token), 8), I64, align=8), offset)
-                halves = rounded_bits(builder, pool_vector(builder, start, I64(0), width))
+                halves = rounded_bits(builder, pool_vector(builder, start, I64(0), width, LANES))
                 return builder.zext(halves, _WHOLE)
 
             shift = _WHOLE([16] * LANES)
@@ -110,7 +110,7 @@ def round_key(_typing: object, target: object, key: object, bits: object) -> obj
 
         def round_(width: int) -> None:
             for half in range(2):
-                rounded = rounded_bits(builder, pool_vector(builder, key, I64(half), width))
+                rounded = rounded_bits(builder, pool_vector(builder, key, I64(half), width, LANES))
                 store(builder, rounded, builder.add(target, I64(2 * LANES * half)), align=2)
 
         _in_either_width(builder, bits, round_)
