@@ -29,7 +29,20 @@ from numba.core import cgutils
 from numba.core.base import BaseContext
 from numba.extending import intrinsic
 
-from services.gpu_worker.cpu_loops.vectors import F16, F32, I8, I16, I32, I64, call, element, load, splat, store
+from services.gpu_worker.cpu_loops.vectors import (
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    call,
+    element,
+    in_each_case,
+    load,
+    splat,
+    store,
+)
 
 TILE_COLUMNS = 16
 """Rows of the matrix, columns of the result."""
@@ -58,16 +71,16 @@ def skips_low_parts(num_bits: int) -> bool:
     return num_bits == 4 and dot_instructions() == "avx2"
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic  # type: ignore[untyped-decorator]
 def dot_tile(
     _typing: object, num_bits: object, num_rows: object, codes: object, scales: object, inputs: object,
     factors: object, sums: object, lows: object, groups: object, out: object, stride: object,
 ) -> object:  # fmt: skip
-    """Computes a tile. All but the first two are int64, addresses or numbers.
+    """Computes a tile. All are int64, addresses or numbers.
 
     Args:
-        num_bits: 4 or 8, a constant.
-        num_rows: 1 to `TILE_ROWS`, a constant.
+        num_bits: 4 or 8.
+        num_rows: 1, 2 or `TILE_ROWS`.
         codes: [groups, 8, 16, 4] of num_bits each; of 4 bits two quads in 64 bytes, the first in the low halves.
         scales: [groups, 16] float16; of 4 bits [groups, 2, 16], scales and minimums.
         inputs: [num_rows, groups, 2, 32] int8, or [num_rows, groups, 32] int16 (see `takes_whole_inputs`).
@@ -78,18 +91,19 @@ def dot_tile(
         out: [16] float32.
         stride: how many numbers further the next row of it is.
     """
-    if not isinstance(num_bits, types.IntegerLiteral) or not isinstance(num_rows, types.IntegerLiteral):
-        return None
-    bits, rows = num_bits.literal_value, num_rows.literal_value
 
     def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
         instructions = dot_instructions()
         lanes = TILE_COLUMNS if instructions == "avx512vnni" else TILE_COLUMNS // 2
-        for first in range(0, TILE_COLUMNS, lanes):
-            _KINDS[instructions, bits](builder, bits, rows, _Places(*values[2:]), lanes, first).generate()
+
+        def compute(bits: int, rows: int) -> None:
+            for first in range(0, TILE_COLUMNS, lanes):
+                _KINDS[instructions, bits](builder, bits, rows, _Places(*values[2:]), lanes, first).generate()
+
+        in_each_case(builder, zip(values, ((4, 8), (1, 2, TILE_ROWS)), strict=False), compute)
         return context.get_dummy_value()
 
-    return types.void(num_bits, num_rows, *[types.int64] * 9), generate
+    return types.void(*[types.int64] * 11), generate
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from services.gpu_worker.cpu_loops.dot_tile import dot_tile, skips_low_parts, takes_whole_inputs
+from services.gpu_worker.cpu_loops.dot_tile import TILE_ROWS, dot_tile, skips_low_parts, takes_whole_inputs
 from services.gpu_worker.cpu_loops.jit import compiled, floats, int32s, integers, loop, share, thread
 from services.gpu_worker.cpu_loops.rounded_group import GROUP, drop_low_part, round_group
 
@@ -22,6 +22,8 @@ FINE_ROWS = 4
 
 GROUP_BYTES = 2 * GROUP + 12
 """Of rounded inputs: two parts, a factor, a sum, and whether there is a low part."""
+
+_BELOW_AVERAGE = np.float32(0.999)  # where all are as large, all stay fine, however the last digits are rounded
 
 _WIDENS = takes_whole_inputs(8)
 _SKIPS = skips_low_parts(4)
@@ -49,7 +51,7 @@ def _round(bits: int, x: int, groups: int, inputs: int, factors: int, totals: in
 
 @compiled
 def _choose_parts(is_fine: bool, groups: int, inputs: int, factors: int, totals: int, lows: int) -> None:
-    """Of one row. Unless all are to stay fine, groups whose largest input is below average are left with 8 bits.
+    """Of one row. Unless all are to stay fine, groups whose largest input is well below average are left with 8 bits.
 
     A rounding error grows with the largest input of its group, and a few groups have inputs far larger than the others.
     """
@@ -57,7 +59,7 @@ def _choose_parts(is_fine: bool, groups: int, inputs: int, factors: int, totals:
     limit = np.float32(0)
     for i in range(groups):
         limit += steps[i] * steps[i]
-    limit /= np.float32(groups)
+    limit *= _BELOW_AVERAGE / np.float32(groups)
     for i in range(groups):
         has_low[i] = 1
         if not is_fine and steps[i] * steps[i] <= limit:
@@ -75,20 +77,9 @@ def _multiply(
     while row < rows:
         i, f, t = inputs + 2 * row * groups * GROUP, factors + 4 * row * groups, totals + 4 * row * groups
         low, o = lows + 4 * row * groups, out + 4 * row * step
-        if bits == 4:
-            if row + 4 <= rows:
-                dot_tile(4, 4, c, s, i, f, t, low, groups, o, step)
-            elif row + 2 <= rows:
-                dot_tile(4, 2, c, s, i, f, t, low, groups, o, step)
-            else:
-                dot_tile(4, 1, c, s, i, f, t, low, groups, o, step)
-        elif row + 4 <= rows:
-            dot_tile(8, 4, c, s, i, f, t, low, groups, o, step)
-        elif row + 2 <= rows:
-            dot_tile(8, 2, c, s, i, f, t, low, groups, o, step)
-        else:
-            dot_tile(8, 1, c, s, i, f, t, low, groups, o, step)
-        row += 4 if row + 4 <= rows else 2 if row + 2 <= rows else 1
+        together = TILE_ROWS if row + TILE_ROWS <= rows else 2 if row + 2 <= rows else 1
+        dot_tile(bits, together, c, s, i, f, t, low, groups, o, step)
+        row += together
 
 
 @loop

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
 
 import llvmlite.binding
 from llvmlite import ir
@@ -22,6 +19,7 @@ from services.gpu_worker.cpu_loops.vectors import (
     I64,
     call,
     element,
+    in_each_case,
     load,
     rounded_bits,
     splat,
@@ -109,21 +107,10 @@ def score_keys(
                 place = builder.add(out, builder.mul(out_step, I64(head)))
                 store(builder, builder.fmul(added, splat(builder, scale, added.type)), place, align=4)
 
-        _in_each_case(builder, zip(values, (_WIDTHS, _GROUPS, (1, KEYS)), strict=False), score)
+        in_each_case(builder, zip(values, (_WIDTHS, _GROUPS, (1, KEYS)), strict=False), score)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 9, types.float32), generate
-
-
-def _in_each_case(
-    builder: ir.IRBuilder, choices: Iterable[tuple[ir.Value, Sequence[int]]], generate: Callable[..., None]
-) -> None:
-    """Code for every combination of what some numbers may be, of which one will run: each is unrolled for its own."""
-    numbers, known = zip(*choices, strict=True)
-    for case in itertools.product(*known):
-        is_it = [builder.icmp_signed("==", number, I64(one)) for number, one in zip(numbers, case, strict=True)]
-        with builder.if_then(functools.reduce(builder.and_, is_it)):
-            generate(*case)
 
 
 def _added_across(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
@@ -196,7 +183,7 @@ def add_values(
                 for place, number_held in zip(row, held, strict=True):
                     store(builder, builder.load(number_held), place, align=4)
 
-        _in_each_case(builder, zip(given, (_WIDTHS, _GROUPS, (1, VECTORS)), strict=False), add)
+        in_each_case(builder, zip(given, (_WIDTHS, _GROUPS, (1, VECTORS)), strict=False), add)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 11), generate

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
 from llvmlite import ir
 from numba.core import cgutils
 
@@ -50,3 +54,14 @@ def rounded_bits(builder: ir.IRBuilder, numbers: ir.Value) -> ir.Value:
     nearest = builder.lshr(builder.add(builder.add(bits, constant(0x7FFF)), last_kept), constant(16))
     is_nan = builder.fcmp_unordered("uno", numbers, numbers)
     return builder.trunc(builder.select(is_nan, constant(0x7FC0), nearest), half)
+
+
+def in_each_case(
+    builder: ir.IRBuilder, choices: Iterable[tuple[ir.Value, Sequence[int]]], generate: Callable[..., None]
+) -> None:
+    """Code for every combination of what some numbers may be, of which one will run: each is unrolled for its own."""
+    numbers, known = zip(*choices, strict=True)
+    for case in itertools.product(*known):
+        is_it = [builder.icmp_signed("==", number, I64(one)) for number, one in zip(numbers, case, strict=True)]
+        with builder.if_then(functools.reduce(builder.and_, is_it)):
+            generate(*case)

@@ -207,10 +207,18 @@ def naive_product(x: Tensor, grid: WeightGrid) -> Tensor:
     codes = (groups * inverse).round().double()
     if len(x) > 4 and grid.num_bits == 4 and low_parts_are_skipped():
         steps = largest / LARGEST
-        is_coarse = steps.square() <= steps.square().mean(1, keepdim=True)
+        is_coarse = steps.square() <= 0.999 * steps.square().mean(1, keepdim=True)
         codes = torch.where(is_coarse, ((codes + 64) / 128).floor() * 128, codes)
     rounded = codes * (largest / LARGEST).double()
     return rounded.view(x.shape) @ grid.values().double().T
+
+
+def without_ties(x: Tensor) -> Tensor:
+    """Numbers are left out whose code of 15 bits, rounded to either side, would decide about that of 8."""
+    groups = x.view(len(x), x.shape[1] // GROUP, GROUP)
+    largest = groups.abs().amax(-1, keepdim=True)
+    codes = (groups.double() / largest.clamp_min(1e-30) * LARGEST).remainder(128)
+    return torch.where((codes - 63.5).abs() < 0.05, 0.0, groups).view(x.shape)
 
 
 def low_parts_are_skipped() -> bool:
@@ -232,7 +240,7 @@ def low_parts_are_skipped() -> bool:
 def test_a_product_with_codes_rounds_inputs_and_nothing_else(
     rows: int, columns: int, out: int, num_bits: int, spread: float, seed: int
 ) -> None:
-    grid, x = random_grid(num_bits, out, columns, seed), spread * random(seed + 1, rows, columns)
+    grid, x = random_grid(num_bits, out, columns, seed), without_ties(spread * random(seed + 1, rows, columns))
     x[:1, :GROUP] = 0
     bias = spread * random(seed + 2, out)
     assert fits_grid_loop(grid)
@@ -259,7 +267,7 @@ def test_sums_hold_the_largest_codes_and_inputs(num_bits: int, part: int) -> Non
 def test_large_groups_of_many_rows_keep_their_low_parts() -> None:
     if not low_parts_are_skipped():
         pytest.skip("all groups keep theirs here")
-    grid, x = random_grid(4, 16, 128, 1), 0.01 * random(2, 12, 128)
+    grid, x = random_grid(4, 16, 128, 1), without_ties(0.01 * random(2, 12, 128))
     x[:, GROUP : 2 * GROUP] *= 1000
     product = GridProjection(grid, None)
     few, many = torch.cat([product(x[first : first + 4]) for first in range(0, 12, 4)]), product(x)
