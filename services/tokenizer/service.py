@@ -144,9 +144,8 @@ class TokenizerService:
         self._link.set_state(State.DRAINING)
         deadline_s = time.monotonic() + self._process.drain_timeout_s
         notice_s = min(self._notice_s, self._process.drain_timeout_s)
-        await _unless_ended(
-            link, asyncio.sleep(notice_s)
-        )  # until balancers, which ask /ready so often, know that we leave
+        noticed = asyncio.sleep(notice_s)  # until balancers, which ask /ready so often, know that we leave
+        await _unless_ended(link, noticed)
         for server in serving:
             server.close()
         await asyncio.sleep(0)  # what has arrived is handed to its handlers before idle connections are closed
