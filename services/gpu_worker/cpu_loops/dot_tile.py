@@ -67,14 +67,14 @@ def takes_whole_inputs(num_bits: int) -> bool:
 
 
 def skips_low_parts(num_bits: int) -> bool:
-    """Whether the tile is faster over inputs that have no low part."""
+    """Whether products of many rows leave low parts out where they may: each costs as much as a high one."""
     return num_bits == 4 and dot_instructions() == "avx2"
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def dot_tile(
     _typing: object, num_bits: object, num_rows: object, codes: object, scales: object, inputs: object,
-    factors: object, sums: object, lows: object, groups: object, out: object, stride: object,
+    factors: object, sums: object, groups: object, out: object, stride: object,
 ) -> object:  # fmt: skip
     """Computes a tile. All are int64, addresses or numbers.
 
@@ -86,7 +86,6 @@ def dot_tile(
         inputs: [num_rows, groups, 2, 32] int8, or [num_rows, groups, 32] int16 (see `takes_whole_inputs`).
         factors: [num_rows, groups] float32.
         sums: [num_rows, groups] int32, of the whole inputs.
-        lows: [num_rows, groups] int32, 0 where all low parts of a group are 0.
         groups: how many.
         out: [16] float32.
         stride: how many numbers further the next row of it is.
@@ -103,7 +102,7 @@ def dot_tile(
         in_each_case(builder, zip(values, ((4, 8), (1, 2, TILE_ROWS)), strict=False), compute)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 11), generate
+    return types.void(*[types.int64] * 10), generate
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,6 @@ class _Places:
     inputs: ir.Value
     factors: ir.Value
     sums: ir.Value
-    lows: ir.Value
     groups: ir.Value
     out: ir.Value
     stride: ir.Value
@@ -149,14 +147,13 @@ class _Tile(ABC):
         return ir.VectorType(F32, self.lanes)
 
     @abstractmethod
-    def _dots(self, quads: list[ir.Value], inputs: ir.Value, start: ir.Value, low: ir.Value) -> ir.Value:
+    def _dots(self, quads: list[ir.Value], inputs: ir.Value, start: ir.Value) -> ir.Value:
         """[lanes] i32: the products of a group's codes and one row's inputs, added up.
 
         Args:
             quads: the codes, 8 times [lanes, 4] u8, as [lanes] i32.
             inputs: where the row's inputs of the group lie.
             start: i32, what else is added.
-            low: i32, 0 where the low parts are.
         """
 
     def generate(self) -> None:
@@ -171,8 +168,7 @@ class _Tile(ABC):
                 factor = load(builder, element(builder, at.factors, group, 4), F32, align=4)
                 total = load(builder, element(builder, at.sums, group, 4), I32, align=4)
                 start = builder.mul(total, I32(-_SIGN if self.bits == 8 else 0))
-                low = load(builder, element(builder, at.lows, group, 4), I32, align=4)
-                dots = self._dots(quads, element(builder, at.inputs, group, 8 * _QUADS), start, low)
+                dots = self._dots(quads, element(builder, at.inputs, group, 8 * _QUADS), start)
                 added = self._scaled(dots, factor, scales, builder.load(result))
                 if minimums is not None:
                     moved = builder.fmul(factor, builder.sitofp(total, F32))
@@ -233,7 +229,7 @@ class _FourBytes(_Tile):
 
     __slots__ = ()
 
-    def _dots(self, quads: list[ir.Value], inputs: ir.Value, start: ir.Value, low: ir.Value) -> ir.Value:
+    def _dots(self, quads: list[ir.Value], inputs: ir.Value, start: ir.Value) -> ir.Value:
         builder = self.builder
         name = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}"
         high, low = self._sums([0] * self.lanes), splat(builder, start, self._sums)
@@ -248,24 +244,18 @@ class _PairsOfBytes(_Tile):
 
     __slots__ = ()
 
-    def _dots(self, quads: list[ir.Value], inputs: ir.Value, start: ir.Value, low: ir.Value) -> ir.Value:
+    def _dots(self, quads: list[ir.Value], inputs: ir.Value, start: ir.Value) -> ir.Value:
         builder, count = self.builder, 2 * self.lanes
         pairs, bytes_ = ir.VectorType(I16, count), ir.VectorType(I8, 2 * count)
-        dots = cgutils.alloca_once_value(builder, splat(builder, start, self._sums))
-
-        def add(part: int, weight: int) -> None:
+        dots = splat(builder, start, self._sums)
+        for part, weight in enumerate((128, 1)):
             added = pairs([0] * count)
             for index, codes in enumerate(quads):
                 numbers = builder.bitcast(self._repeated(inputs, _QUADS * part + index), bytes_)
                 products = [builder.bitcast(codes, bytes_), numbers]
                 added = builder.add(added, call(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs, products))
-            wide = self._pairs_added(added, pairs([weight] * count))
-            builder.store(builder.add(builder.load(dots), wide), dots)
-
-        add(0, 128)
-        with builder.if_then(builder.icmp_signed("!=", low, I32(0))):
-            add(1, 1)
-        return builder.load(dots)
+            dots = builder.add(dots, self._pairs_added(added, pairs([weight] * count)))
+        return dots
 
 
 class _Pairs(_Tile):
@@ -273,7 +263,7 @@ class _Pairs(_Tile):
 
     __slots__ = ()
 
-    def _dots(self, quads: list[ir.Value], inputs: ir.Value, start: ir.Value, low: ir.Value) -> ir.Value:
+    def _dots(self, quads: list[ir.Value], inputs: ir.Value, start: ir.Value) -> ir.Value:
         builder, count = self.builder, 2 * self.lanes
         pairs = ir.VectorType(I16, count)
         dots = splat(builder, start, self._sums)

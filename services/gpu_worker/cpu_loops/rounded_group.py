@@ -52,23 +52,14 @@ def round_group(
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def drop_low_part(_typing: object, rounded: object, total: object) -> object:
-    """Leaves of a group that `round_group` took apart only the high parts: its inputs are then rounded to 8 bits.
+def high_total(_typing: object, rounded: object) -> object:
+    """int32: the sum of 128 * high of a group that `round_group` took apart, at an address of [2, 32] int8."""
 
-    Args:
-        rounded: address of [2, 32] int8.
-        total: of an int32.
-    """
+    def generate(_context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
+        high = builder.sext(load(builder, values[0], _BYTES), _INTEGERS)
+        return builder.shl(call(builder, f"llvm.vector.reduce.add.v{GROUP}i32", I32, [high]), I32(7))
 
-    def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
-        rounded, total = values
-        high = builder.sext(load(builder, rounded, _BYTES), _INTEGERS)
-        added = call(builder, f"llvm.vector.reduce.add.v{GROUP}i32", I32, [high])
-        store(builder, builder.shl(added, I32(7)), total, align=4)
-        store(builder, _BYTES([0] * GROUP), builder.add(rounded, I64(GROUP)))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    return types.int32(types.int64), generate
 
 
 def _store_parts(builder: ir.IRBuilder, codes: ir.Value, rounded: ir.Value) -> None:

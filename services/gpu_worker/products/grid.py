@@ -46,16 +46,12 @@ class GridProjection:
     """
 
     def __init__(self, grid: WeightGrid, bias: Tensor | None) -> None:
-        from services.gpu_worker.cpu_loops.grid_loop import (  # only where there is numba
-            GRID_PRODUCT,
-            GROUP_BYTES,
-            ROWS_TOGETHER,
-        )
+        from services.gpu_worker.cpu_loops.grid_loop import GRID_PRODUCT, scratch_bytes  # only where there is numba
         from services.gpu_worker.cpu_loops.team import TEAM
 
         assert TEAM is not None
         self._team, self._loop = TEAM, GRID_PRODUCT
-        self._rows_together, self._group_bytes = ROWS_TOGETHER, GROUP_BYTES
+        self._scratch_bytes = scratch_bytes
         self._num_bits = grid.num_bits
         self._codes = _in_tiles(grid)
         parts = (grid.scales, grid.minimums) if grid.num_bits == 4 else (grid.scales,)
@@ -69,11 +65,11 @@ class GridProjection:
         x = x.contiguous()
         num_rows, num_groups = x.shape[0], self._in_features // GROUP
         out = torch.empty(num_rows, self._out_features)
-        num_inputs = min(num_rows, self._rows_together) * num_groups * self._group_bytes
+        room = self._scratch_bytes(self._num_bits, num_rows, num_groups)
         numbers = (
             self._num_bits, x.data_ptr(), self._codes.data_ptr(), self._scales.data_ptr(), out.data_ptr(),
-            self._team.scratch(torch.get_num_threads() * num_inputs), num_rows, num_groups, self._out_features // _TILE,
-            0 if self._bias is None else self._bias.data_ptr(),
+            self._team.scratch(torch.get_num_threads() * room), room, num_rows, num_groups,
+            self._out_features // _TILE, 0 if self._bias is None else self._bias.data_ptr(),
         )  # fmt: skip
         self._team.run(self._loop, array("q", numbers), True)
         return out

@@ -316,8 +316,8 @@ def test_a_tile_is_the_same_with_whatever_instructions_a_processor_has(
     tile = dot_tile.dot_tile
 
     @numba.njit  # type: ignore[untyped-decorator]
-    def run(codes: int, scales: int, inputs: int, factors: int, sums: int, lows: int, out: int) -> None:
-        tile(8, 2, codes, scales, inputs, factors, sums, lows, 3, out, 16)
+    def run(codes: int, scales: int, inputs: int, factors: int, sums: int, out: int) -> None:
+        tile(8, 2, codes, scales, inputs, factors, sums, 3, out, 16)
 
     generator = torch.Generator().manual_seed(3)
     codes = torch.randint(0, 256, (3, 8, 16, 4), generator=generator, dtype=torch.uint8)
@@ -329,8 +329,7 @@ def test_a_tile_is_the_same_with_whatever_instructions_a_processor_has(
         inputs = numbers.to(torch.int16).view(2, 3, 8, 4)[..., [0, 2, 1, 3]].contiguous()
     scales, factors = random(4, 3, 16).half(), random(5, 2, 3)
     sums, out = numbers.sum(-1, dtype=torch.int32), torch.empty(2, 16)
-    lows = torch.ones(2, 3, dtype=torch.int32)
-    run(*(tensor.data_ptr() for tensor in (codes, scales, inputs, factors, sums, lows, out)))
+    run(*(tensor.data_ptr() for tensor in (codes, scales, inputs, factors, sums, out)))
     weights = (codes.double() - 128).permute(0, 2, 1, 3).reshape(3, 16, 32)
     dots = torch.einsum("gok,rgk->rgo", weights, numbers.double())
     expected = (dots * factors[..., None].double() * scales[None].double()).sum(1)

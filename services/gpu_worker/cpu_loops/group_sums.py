@@ -1,0 +1,167 @@
+"""gpu_worker: the innermost loop of a product of many rows with codes of 4 bits, for processors with AVX2 and no VNNI.
+
+`dot_tile` goes through all groups of 32 inputs with four rows; here all rows go through one group of 16 columns before
+the next group comes, so that its codes are taken apart once for all of them, and so that each row may come once with
+the high part of its inputs, and again with the low part only where it has one, without a branch in between:
+
+    codes      u8 [8, 16, 4]    of one group, each in a byte
+    inputs     i8 [rows, 32]    high or low parts
+    dots_r     i16 [16, 2]      += codes * inputs: 16 bits hold them (16 * 15 * 127 < 2^15)
+    sums       f32 [rows, 16]   += scale * factor_r * dots_r, and with high parts += minimum * moved_r
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.base import BaseContext
+from numba.extending import intrinsic
+
+from services.gpu_worker.cpu_loops.dot_tile import TILE_COLUMNS
+from services.gpu_worker.cpu_loops.vectors import F32, I8, I16, I32, I64, call, element, load, splat, store
+
+CODE_BYTES = 512
+"""Of 32 times 16 codes."""
+
+SCALE_BYTES = 128
+"""Of 16 scales and minimums."""
+
+_LANES = 8
+_HALVES = range(0, TILE_COLUMNS, _LANES)
+_QUADS = 8
+_ROWS = 4  # at once: their sums of both halves take 8 of 16 registers, codes and inputs the others
+_BYTES, _PAIRS = ir.VectorType(I8, 4 * _LANES), ir.VectorType(I16, 2 * _LANES)
+_SUMS, _FLOATS = ir.VectorType(I32, _LANES), ir.VectorType(F32, _LANES)
+_CONTRACT = ("contract",)
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def add_group(
+    _typing: object, has_minimums: object, codes: object, scales: object, inputs: object, factors: object,
+    moved: object, places: object, count: object, sums: object,
+) -> object:  # fmt: skip
+    """Adds one group's products to the sums of some rows. All but the first are int64, addresses or numbers.
+
+    Args:
+        has_minimums: whether the minimums' part is added too, a constant.
+        codes: [8, 16, 4] uint8, quad by quad.
+        scales: [2, 16] float32, scales and minimums.
+        inputs: [count, 32] int8.
+        factors: [count] float32.
+        moved: [count] float32, what minimums are multiplied by: the sum of a row's inputs.
+        places: [count] int32, which row of sums each one is.
+        count: how many rows.
+        sums: [.., 16] float32.
+    """
+    if not isinstance(has_minimums, types.BooleanLiteral | types.IntegerLiteral):
+        return None
+    is_whole = bool(has_minimums.literal_value)
+
+    def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
+        _Group(builder, is_whole, *values[1:]).generate()
+        return context.get_dummy_value()
+
+    return types.void(has_minimums, *[types.int64] * 8), generate
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Writes the code; arguments of `add_group`."""
+
+    builder: ir.IRBuilder
+    has_minimums: bool
+    codes: ir.Value
+    scales: ir.Value
+    inputs: ir.Value
+    factors: ir.Value
+    moved: ir.Value
+    places: ir.Value
+    count: ir.Value
+    sums: ir.Value
+
+    def generate(self) -> None:
+        """Writes it: rows by fours, then two, then one."""
+        builder = self.builder
+        with cgutils.for_range(builder, builder.lshr(self.count, I64(2)), intp=I64) as loop:
+            self._add_rows(builder.shl(loop.index, I64(2)), _ROWS)
+        for rows in (2, 1):
+            with builder.if_then(builder.icmp_signed("!=", builder.and_(self.count, I64(rows)), I64(0))):
+                self._add_rows(builder.and_(self.count, I64(-2 * rows)), rows)
+
+    def _add_rows(self, first: ir.Value, rows: int) -> None:
+        builder = self.builder
+        numbers = [builder.add(first, I64(row)) for row in range(rows)]
+        for row, dots in zip(numbers, self._dots(first, rows), strict=True):
+            place = builder.sext(load(builder, element(builder, self.places, row, 4), I32, align=4), I64)
+            sums = element(builder, self.sums, place, 4 * TILE_COLUMNS)
+            factor = self._repeated_float(self.factors, row)
+            moved = self._repeated_float(self.moved, row) if self.has_minimums else None
+            for start, pairs in zip(_HALVES, dots, strict=True):
+                self._add(pairs, factor, moved, start, builder.add(sums, I64(4 * start)))
+
+    def _dots(self, first: ir.Value, rows: int) -> list[list[ir.Value]]:
+        """[rows][halves] of 8 times 2 i16: products of codes and inputs, added up."""
+        builder = self.builder
+        inputs = element(builder, self.inputs, first, 4 * _QUADS)
+        dots: list[list[ir.Value]] = [[_PAIRS([0] * 2 * _LANES)] * len(_HALVES) for _ in range(rows)]
+        for quad in range(_QUADS):
+            at = builder.add(self.codes, I64(4 * TILE_COLUMNS * quad))
+            codes = [load(builder, builder.add(at, I64(4 * start)), _BYTES, align=32) for start in _HALVES]
+            for row in range(rows):
+                number = load(builder, builder.add(inputs, I64(4 * (_QUADS * row + quad))), I32, align=4)
+                repeated = builder.bitcast(splat(builder, number, _SUMS), _BYTES)
+                for half, numbers in enumerate(codes):
+                    products = call(builder, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [numbers, repeated])
+                    dots[row][half] = builder.add(dots[row][half], products)
+        return dots
+
+    def _add(self, pairs: ir.Value, factor: ir.Value, moved: ir.Value | None, start: int, place: ir.Value) -> None:
+        """Adds the products of one row and half of the columns to its sums."""
+        builder = self.builder
+        scales, minimums = (
+            load(builder, builder.add(self.scales, I64(4 * (line * TILE_COLUMNS + start))), _FLOATS, align=32)
+            for line in range(2)
+        )
+        wide = call(builder, "llvm.x86.avx2.pmadd.wd", _SUMS, [pairs, _PAIRS([1] * 2 * _LANES)])
+        numbers = builder.fmul(builder.sitofp(wide, _FLOATS), scales)
+        added = self._multiply_add(numbers, factor, load(builder, place, _FLOATS, align=4))
+        if moved is not None:
+            added = self._multiply_add(minimums, moved, added)
+        store(builder, added, place, align=4)
+
+    def _multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        return self.builder.fadd(self.builder.fmul(a, b, flags=_CONTRACT), c, flags=_CONTRACT)
+
+    def _repeated_float(self, start: ir.Value, index: ir.Value) -> ir.Value:
+        number = load(self.builder, element(self.builder, start, index, 4), F32, align=4)
+        return splat(self.builder, number, _FLOATS)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def take_apart(_typing: object, codes: object, scales: object, wide: object, numbers: object) -> object:
+    """Widens the codes of a group and 16 columns to bytes, and their scales and minimums to float32.
+
+    Args:
+        codes: address of [4, 64] bytes, a quad in the low halves and the next in the high ones.
+        scales: of [2, 16] float16.
+        wide: of [8, 16, 4] uint8.
+        numbers: of [2, 16] float32.
+    """
+
+    def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
+        codes, scales, wide, numbers = values
+        count = 4 * TILE_COLUMNS
+        kind = ir.VectorType(I8, count)
+        for line in range(_QUADS // 2):
+            both = load(builder, builder.add(codes, I64(count * line)), kind, align=32)
+            low, high = builder.and_(both, kind([15] * count)), builder.lshr(both, kind([4] * count))
+            for place, part in ((2 * line, low), (2 * line + 1, high)):
+                store(builder, part, builder.add(wide, I64(count * place)), align=32)
+        halves = load(builder, scales, ir.VectorType(ir.HalfType(), 2 * TILE_COLUMNS), align=32)
+        store(builder, builder.fpext(halves, ir.VectorType(F32, 2 * TILE_COLUMNS)), numbers, align=32)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate

@@ -1,0 +1,176 @@
+"""gpu_worker: a product of many rows with codes of 4 bits, for processors with AVX2 and no VNNI (see `group_sums`).
+
+A rounding error grows with the largest input of its group, and a few groups have inputs far larger than the others:
+these keep 15 bits, the others 8 (docs/decisions, number 14). Rounded inputs lie group by group, and of each group the
+low parts of those rows together that have one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.gpu_worker.cpu_loops.group_sums import CODE_BYTES, SCALE_BYTES, TILE_COLUMNS, add_group, take_apart
+from services.gpu_worker.cpu_loops.jit import Floats, compiled, floats, int32s, int64s, num_threads, share
+from services.gpu_worker.cpu_loops.rounded_group import GROUP, high_total, round_group
+
+_ROWS_TOGETHER = 128
+"""Most rows whose rounded inputs and sums stay in a core's caches."""
+
+_ROWS_OF_A_THREAD = 8
+"""Fewer are not given to a thread of its own: it takes all codes apart for them."""
+
+_BELOW_AVERAGE = np.float32(0.999)  # where all are as large, all stay fine, however the last digits are rounded
+_LINE = 64  # bytes, of a cache
+_PART = GROUP + 4  # bytes of a high or low part, with its factor
+_NUMBERS = 8  # bytes beside both: what minimums are multiplied by; which row a low part belongs to
+_ROUNDED = 2 * GROUP + 8  # bytes of a group of one row: both parts, a step, a sum
+
+
+def many_rows_bytes(rows: int, groups: int) -> int:
+    """What each thread works in: whole lines."""
+    most = min(rows, _ROWS_TOGETHER)
+    tile = CODE_BYTES + SCALE_BYTES + 4 * most * (TILE_COLUMNS + 1)
+    number = tile + groups * (most * (2 * _PART + _NUMBERS) + _ROUNDED + 4)
+    return -(-number // _LINE) * _LINE
+
+
+@compiled
+def _average(steps: Floats) -> np.float32:
+    """What the square of a step must exceed for its group to keep 15 bits, of one row."""
+    limit = np.float32(0)
+    for step in steps:
+        limit += step * step
+    return np.float32(limit * (_BELOW_AVERAGE / np.float32(len(steps))))
+
+
+@compiled
+def _copy_part(source: int, target: int) -> None:
+    numbers, copies = int64s(source, GROUP // 8), int64s(target, GROUP // 8)
+    for i in range(GROUP // 8):
+        copies[i] = numbers[i]
+
+
+@compiled
+def _round_rows(
+    x: int, rows: int, groups: int, most: int, highs: int, lows: int, high_factors: int, low_factors: int, moved: int,
+    places: int, counts_at: int, row_at: int,
+) -> None:  # fmt: skip
+    """Rounds rows and lays their groups out: what belongs to a group lies `most` of it after what belongs to the last.
+
+    Args:
+        x: address of [rows, groups, 32] float32.
+        rows: how many.
+        groups: how many.
+        most: rows for which there is room.
+        highs: of [groups, most, 32] int8.
+        lows: likewise; of each group as many as `counts` says.
+        high_factors: of [groups, most] float32.
+        low_factors: likewise.
+        moved: of [groups, most] float32, the sum of a group's rounded inputs.
+        places: of [groups, most] int32, the row that a low part belongs to.
+        counts_at: of [groups] int32.
+        row_at: of room for one row's groups.
+    """
+    width = groups * GROUP
+    steps_at = row_at + 2 * width
+    totals_at = steps_at + 4 * groups
+    steps, totals, counts = floats(steps_at, groups), int32s(totals_at, groups), int32s(counts_at, groups)
+    number = groups * most
+    of_high, of_low = floats(high_factors, number), floats(low_factors, number)
+    sums, rows_of_lows = floats(moved, number), int32s(places, number)
+    for g in range(groups):
+        counts[g] = 0
+    for row in range(rows):
+        numbers = x + 4 * row * width
+        for g in range(groups):
+            round_group(8, numbers + 4 * GROUP * g, row_at + 2 * GROUP * g, steps_at + 4 * g, totals_at + 4 * g)
+        limit = _average(steps)
+        for g in range(groups):
+            at, part, total = g * most + row, row_at + 2 * GROUP * g, totals[g]
+            _copy_part(part, highs + GROUP * at)
+            of_high[at] = 128 * steps[g]
+            if steps[g] * steps[g] <= limit:
+                total = high_total(part)
+            else:
+                low = g * most + counts[g]
+                _copy_part(part + GROUP, lows + GROUP * low)
+                of_low[low] = steps[g]
+                rows_of_lows[low] = row
+                counts[g] += 1
+            sums[at] = steps[g] * np.float32(total)
+
+
+@compiled
+def _write_sums(sums_at: int, rows: int, out: int, columns: int, bias: int) -> None:
+    """Copies [rows, 16] sums to 16 columns, with their bias unless there is none, and leaves zeros."""
+    for row in range(rows):
+        sums, results = floats(sums_at + 4 * TILE_COLUMNS * row, TILE_COLUMNS), floats(out + 4 * row * columns, TILE_COLUMNS)
+        for i in range(TILE_COLUMNS):
+            results[i] = sums[i]
+            sums[i] = np.float32(0)
+        if bias != 0:
+            addends = floats(bias, TILE_COLUMNS)
+            for i in range(TILE_COLUMNS):
+                results[i] += addends[i]
+
+
+@compiled
+def _multiply_rows(
+    x: int, codes: int, scales: int, out: int, scratch: int, rows: int, groups: int, first: int, end: int,
+    columns: int, bias: int,
+) -> None:  # fmt: skip
+    """Rows that are rounded together, times tiles [first, end) of 16 columns."""
+    number = groups * rows
+    wide, numbers = scratch, scratch + CODE_BYTES
+    sums_at = numbers + SCALE_BYTES
+    highs = sums_at + 4 * TILE_COLUMNS * rows
+    lows = highs + GROUP * number
+    high_factors = lows + GROUP * number
+    low_factors = high_factors + 4 * number
+    moved = low_factors + 4 * number
+    places = moved + 4 * number
+    in_order = places + 4 * number
+    counts_at = in_order + 4 * rows
+    row_at = counts_at + 4 * groups
+    _round_rows(
+        x, rows, groups, rows, highs, lows, high_factors, low_factors, moved, places, counts_at, row_at
+    )  # fmt: skip
+    sums, counts, order = floats(sums_at, TILE_COLUMNS * rows), int32s(counts_at, groups), int32s(in_order, rows)
+    for i in range(len(sums)):
+        sums[i] = np.float32(0)
+    for row in range(rows):
+        order[row] = row
+    for tile in range(first, end):
+        for g in range(groups):
+            at, of_tile = g * rows, tile * groups + g
+            take_apart(codes + CODE_BYTES // 2 * of_tile, scales + SCALE_BYTES // 2 * of_tile, wide, numbers)
+            add_group(
+                True, wide, numbers, highs + GROUP * at, high_factors + 4 * at, moved + 4 * at, in_order, rows, sums_at
+            )
+            add_group(
+                False, wide, numbers, lows + GROUP * at, low_factors + 4 * at, 0, places + 4 * at, counts[g], sums_at
+            )
+        of_columns = 0 if bias == 0 else bias + 4 * TILE_COLUMNS * tile
+        _write_sums(sums_at, rows, out + 4 * TILE_COLUMNS * tile, columns, of_columns)
+
+
+@compiled
+def multiply_many(
+    x: int, codes: int, scales: int, out: int, scratch: int, rows: int, groups: int, tiles: int, bias: int
+) -> None:
+    """The calling thread's part of `GRID_PRODUCT`, whose arguments these are; scratch is its own.
+
+    Threads share the columns, and each rounds all rows; or they share the rows, and each takes all codes apart, which
+    costs about half as much for a tile as rounding does for a row.
+    """
+    columns, first_row, end_row, first_tile, end_tile = tiles * TILE_COLUMNS, 0, rows, 0, tiles
+    if 2 * rows > tiles and rows >= _ROWS_OF_A_THREAD * num_threads():
+        first_row, end_row = share(rows)
+    else:
+        first_tile, end_tile = share(tiles)
+    for row in range(first_row, end_row, _ROWS_TOGETHER):
+        count = min(_ROWS_TOGETHER, end_row - row)
+        _multiply_rows(
+            x + 4 * row * groups * GROUP, codes, scales, out + 4 * row * columns, scratch, count, groups, first_tile,
+            end_tile, columns, bias,
+        )  # fmt: skip
