@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from services.gpu_worker.attention.attended_parts import Parts
+from services.gpu_worker.attention.block_attention import BlockAttention
 from services.gpu_worker.attention.row_span import RowSpan
 from services.gpu_worker.cpu_loops.attention_loop import DECODE_ATTENTION
 from services.gpu_worker.cpu_loops.head_vectors import LANES
 from services.gpu_worker.cpu_loops.layer_loops import ROTATE_AND_WRITE
 from services.gpu_worker.cpu_loops.part_loops import JOIN_PARTS, ROUND_BY_HEAD, ROUND_HALVES
 from services.gpu_worker.cpu_loops.team import LARGE_WORK, TEAM, Team
-from services.gpu_worker.kv_cache import KvCache
+from services.gpu_worker.kv_cache import KvCache, KvCacheShape
 from services.gpu_worker.step_inputs import StepInputs
 
 
@@ -68,6 +69,10 @@ class LoopAttention:
     def decode(self, inputs: StepInputs, spans: Sequence[RowSpan], window: int | None, kv_cache: KvCache) -> LoopDecode:
         """Prepares attention of rows with few new tokens; see `LoopDecode`."""
         return LoopDecode(self._team, inputs, spans, window, kv_cache)
+
+    def row(self, span: RowSpan, window: int | None, pages: Tensor, shape: KvCacheShape) -> BlockAttention:
+        """Prepares attention of a row with more new tokens; see `BlockAttention`."""
+        return BlockAttention(span, window, pages, shape)
 
     def rotate_and_write(
         self,

@@ -1,10 +1,10 @@
 """gpu_worker: paged attention for CPUs.
 
 Decoding rows read keys and values in place, in a compiled loop where there is one (`loop_decode`), which takes rows
-with a few new tokens too, else as products of torch (`sparse_decode`). One with many goes through the processor's
-registers for tiles where it has them (`tile_attention`). Else a row with more new tokens reads its context as a view
-where its pages are neighbours in the pool, and otherwise gathers it: once for a whole chunk of tokens, which then each
-go through all of it.
+with a few new tokens too, else as products of torch (`sparse_decode`). One with more goes through loops as well: in
+bfloat16 through the processor's registers for tiles where it has them (`tile_attention`), in float32 through those for
+vectors (`block_attention`). Else it reads its context as a view where its pages are neighbours in the pool, and
+otherwise gathers it: once for a whole chunk of tokens, which then each go through all of it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,13 @@ class Decode(Protocol):
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See `SparseDecode.attend`."""
+
+
+class RowAttention(Protocol):
+    """Attention of one row with many new tokens."""
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """See `BlockAttention.attend`."""
 
 
 class PagedCpuAttention:
@@ -143,12 +150,12 @@ class PagedCpuStep:
         """See `StepAttention.attend`."""
         layout = self._layout(window, queries)
         keys, values = self._kv_cache.key_slots(layer), self._kv_cache.value_slots(layer)
-        if layout.decode is not None and not layout.contexts and not layout.tiled:
+        if layout.decode is not None and not layout.contexts and not layout.in_loops:
             return layout.decode.attend(queries, keys, values)
         attended = torch.empty_like(queries, memory_format=torch.contiguous_format)
         if layout.decode is not None:
             attended[layout.decoding] = layout.decode.attend(queries, keys, values)
-        for part, row in layout.tiled:
+        for part, row in layout.in_loops:
             row.attend(queries[part], keys, values, attended[part])
         for context in layout.contexts:
             tokens, dtype = context.span.tokens, context.dtype
@@ -184,7 +191,7 @@ class PagedCpuStep:
     def _lay_out(self, window: int | None, num_heads: int, dtype: torch.dtype) -> _Layout:
         decoding: list[RowSpan] = []
         contexts: list[_Context] = []
-        tiled: list[tuple[slice, TileAttention]] = []
+        in_loops: list[tuple[slice, RowAttention]] = []
         for span in row_spans(self._inputs, window):
             if span.num_new <= self._most_in_place:
                 decoding.append(span)
@@ -192,19 +199,22 @@ class PagedCpuStep:
             is_long = span.num_new >= _MANY_TOKENS
             computed = torch.bfloat16 if self._rounds_prompts and is_long else dtype
             has_parts = is_long and _sees_all_before(span, window)
+            pages = self._inputs.page_table[span.row]
             if has_parts and self._rounds_prompts and self._tiled is not None:
-                pages = self._inputs.page_table[span.row]
-                tiled.append((span.tokens, self._tiled(span, pages, self._kv_cache.shape)))
+                in_loops.append((span.tokens, self._tiled(span, pages, self._kv_cache.shape)))
+                continue
+            if computed == torch.float32 and self._decoding_loops is not None:
+                in_loops.append((span.tokens, self._decoding_loops.row(span, window, pages, self._kv_cache.shape)))
                 continue
             is_in_parts = has_parts and span.num_new < span.length
             mask = None if is_in_parts else additive_mask(span, window, computed, self._inputs.positions.device)
             contexts.append(_Context(span, computed, mask, self._slots(span), is_in_parts))
         if not decoding:
-            return _Layout(None, slice(0), contexts, tiled)
+            return _Layout(None, slice(0), contexts, in_loops)
         decode = self._decode(decoding, window, num_heads)
         first, end = decoding[0].tokens.start, decoding[-1].tokens.stop
         is_whole = end - first == len(decode.tokens)  # rows that decode come first in most steps
-        return _Layout(decode, slice(first, end) if is_whole else decode.tokens, contexts, tiled)
+        return _Layout(decode, slice(first, end) if is_whole else decode.tokens, contexts, in_loops)
 
     def _decode(self, spans: list[RowSpan], window: int | None, num_heads: int) -> Decode:
         if self._decoding_loops is not None:
@@ -247,10 +257,10 @@ class _Layout:
         decode: the rows that decode.
         decoding: their places among the new tokens.
         contexts: rows that are read as a block.
-        tiled: rows that go through tiles, each behind the places of its tokens.
+        in_loops: rows with more tokens that go through a loop, each behind the places of its tokens.
     """
 
     decode: Decode | None
     decoding: slice | Tensor
     contexts: list[_Context]
-    tiled: list[tuple[slice, TileAttention]]
+    in_loops: list[tuple[slice, RowAttention]]
