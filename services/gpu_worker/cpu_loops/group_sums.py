@@ -32,6 +32,7 @@ SCALE_BYTES = 128
 _LANES = 8
 _HALVES = range(0, TILE_COLUMNS, _LANES)
 _QUADS = 8
+_SIGN = 128  # signed bytes moved up by it are unsigned
 _ROWS = 4  # at once: their sums of both halves take 8 of 16 registers, codes and inputs the others
 _BYTES, _PAIRS = ir.VectorType(I8, 4 * _LANES), ir.VectorType(I16, 2 * _LANES)
 _SUMS, _FLOATS = ir.VectorType(I32, _LANES), ir.VectorType(F32, _LANES)
@@ -165,3 +166,46 @@ def take_apart(_typing: object, codes: object, scales: object, wide: object, num
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def write_sums(_typing: object, sums: object, rows: object, addends: object, out: object, stride: object) -> object:
+    """Writes sums [rows, 16] plus addends [16] to rows `stride` bytes apart, and leaves zeros; all are float32."""
+
+    def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
+        sums, rows, addends, out, stride = values
+        kind = ir.VectorType(F32, TILE_COLUMNS)
+        added = load(builder, addends, kind, align=4)
+        with cgutils.for_range(builder, rows, intp=I64) as loop:
+            place = element(builder, sums, loop.index, 4 * TILE_COLUMNS)
+            result = builder.fadd(load(builder, place, kind, align=4), added)
+            store(builder, result, builder.add(out, builder.mul(stride, loop.index)), align=4)
+            store(builder, kind([0.0] * TILE_COLUMNS), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def copy_part(_typing: object, source: object, target: object) -> object:
+    """Copies 32 bytes."""
+
+    def generate(context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
+        store(builder, load(builder, values[0], _BYTES), values[1])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def sum_of_part(_typing: object, part: object) -> object:
+    """int32: the sum of [32] int8 at an address."""
+
+    def generate(_context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
+        count = _BYTES.count
+        numbers, sums = builder.xor(load(builder, values[0], _BYTES), _BYTES([_SIGN] * count)), ir.VectorType(I64, 4)
+        added = call(builder, "llvm.x86.avx2.psad.bw", sums, [numbers, _BYTES([0] * count)])
+        total = call(builder, "llvm.vector.reduce.add.v4i64", I64, [added])
+        return builder.sub(builder.trunc(total, I32), I32(_SIGN * count))
+
+    return types.int32(types.int64), generate

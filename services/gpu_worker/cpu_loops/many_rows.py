@@ -9,9 +9,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.gpu_worker.cpu_loops.group_sums import CODE_BYTES, SCALE_BYTES, TILE_COLUMNS, add_group, take_apart
-from services.gpu_worker.cpu_loops.jit import Floats, compiled, floats, int32s, int64s, num_threads, share
-from services.gpu_worker.cpu_loops.rounded_group import GROUP, high_total, round_group
+from services.gpu_worker.cpu_loops.dot_tile import TILE_COLUMNS
+from services.gpu_worker.cpu_loops.group_sums import (
+    CODE_BYTES,
+    SCALE_BYTES,
+    add_group,
+    copy_part,
+    sum_of_part,
+    take_apart,
+    write_sums,
+)
+from services.gpu_worker.cpu_loops.jit import Floats, compiled, floats, int32s, num_threads, share
+from services.gpu_worker.cpu_loops.rounded_group import GROUP, round_group
 
 _ROWS_TOGETHER = 128
 """Most rows whose rounded inputs and sums stay in a core's caches."""
@@ -29,7 +38,7 @@ _ROUNDED = 2 * GROUP + 8  # bytes of a group of one row: both parts, a step, a s
 def many_rows_bytes(rows: int, groups: int) -> int:
     """What each thread works in: whole lines."""
     most = min(rows, _ROWS_TOGETHER)
-    tile = CODE_BYTES + SCALE_BYTES + 4 * most * (TILE_COLUMNS + 1)
+    tile = CODE_BYTES + SCALE_BYTES + 4 * TILE_COLUMNS + 4 * most * (TILE_COLUMNS + 1)
     number = tile + groups * (most * (2 * _PART + _NUMBERS) + _ROUNDED + 4)
     return -(-number // _LINE) * _LINE
 
@@ -41,13 +50,6 @@ def _average(steps: Floats) -> np.float32:
     for step in steps:
         limit += step * step
     return np.float32(limit * (_BELOW_AVERAGE / np.float32(len(steps))))
-
-
-@compiled
-def _copy_part(source: int, target: int) -> None:
-    numbers, copies = int64s(source, GROUP // 8), int64s(target, GROUP // 8)
-    for i in range(GROUP // 8):
-        copies[i] = numbers[i]
 
 
 @compiled
@@ -86,32 +88,16 @@ def _round_rows(
             round_group(8, numbers + 4 * GROUP * g, row_at + 2 * GROUP * g, steps_at + 4 * g, totals_at + 4 * g)
         limit = _average(steps)
         for g in range(groups):
-            at, part, total = g * most + row, row_at + 2 * GROUP * g, totals[g]
-            _copy_part(part, highs + GROUP * at)
+            at, low, part = g * most + row, g * most + counts[g], row_at + 2 * GROUP * g
+            copy_part(part, highs + GROUP * at)
             of_high[at] = 128 * steps[g]
-            if steps[g] * steps[g] <= limit:
-                total = high_total(part)
-            else:
-                low = g * most + counts[g]
-                _copy_part(part + GROUP, lows + GROUP * low)
-                of_low[low] = steps[g]
-                rows_of_lows[low] = row
-                counts[g] += 1
-            sums[at] = steps[g] * np.float32(total)
-
-
-@compiled
-def _write_sums(sums_at: int, rows: int, out: int, columns: int, bias: int) -> None:
-    """Copies [rows, 16] sums to 16 columns, with their bias unless there is none, and leaves zeros."""
-    for row in range(rows):
-        sums, results = floats(sums_at + 4 * TILE_COLUMNS * row, TILE_COLUMNS), floats(out + 4 * row * columns, TILE_COLUMNS)
-        for i in range(TILE_COLUMNS):
-            results[i] = sums[i]
-            sums[i] = np.float32(0)
-        if bias != 0:
-            addends = floats(bias, TILE_COLUMNS)
-            for i in range(TILE_COLUMNS):
-                results[i] += addends[i]
+            # A low part that is not kept is overwritten by the next one: a branch would often be guessed wrong.
+            copy_part(part + GROUP, lows + GROUP * low)
+            of_low[low] = steps[g]
+            rows_of_lows[low] = row
+            is_coarse = steps[g] * steps[g] <= limit
+            counts[g] += 0 if is_coarse else 1
+            sums[at] = steps[g] * np.float32(128 * sum_of_part(part) if is_coarse else totals[g])
 
 
 @compiled
@@ -122,7 +108,8 @@ def _multiply_rows(
     """Rows that are rounded together, times tiles [first, end) of 16 columns."""
     number = groups * rows
     wide, numbers = scratch, scratch + CODE_BYTES
-    sums_at = numbers + SCALE_BYTES
+    zeros = numbers + SCALE_BYTES
+    sums_at = zeros + 4 * TILE_COLUMNS
     highs = sums_at + 4 * TILE_COLUMNS * rows
     lows = highs + GROUP * number
     high_factors = lows + GROUP * number
@@ -135,7 +122,7 @@ def _multiply_rows(
     _round_rows(
         x, rows, groups, rows, highs, lows, high_factors, low_factors, moved, places, counts_at, row_at
     )  # fmt: skip
-    sums, counts, order = floats(sums_at, TILE_COLUMNS * rows), int32s(counts_at, groups), int32s(in_order, rows)
+    sums, counts, order = floats(zeros, TILE_COLUMNS * (1 + rows)), int32s(counts_at, groups), int32s(in_order, rows)
     for i in range(len(sums)):
         sums[i] = np.float32(0)
     for row in range(rows):
@@ -150,8 +137,8 @@ def _multiply_rows(
             add_group(
                 False, wide, numbers, lows + GROUP * at, low_factors + 4 * at, 0, places + 4 * at, counts[g], sums_at
             )
-        of_columns = 0 if bias == 0 else bias + 4 * TILE_COLUMNS * tile
-        _write_sums(sums_at, rows, out + 4 * TILE_COLUMNS * tile, columns, of_columns)
+        addends = zeros if bias == 0 else bias + 4 * TILE_COLUMNS * tile
+        write_sums(sums_at, rows, addends, out + 4 * TILE_COLUMNS * tile, 4 * columns)
 
 
 @compiled

@@ -22,6 +22,8 @@ GROUP = 32
 """Inputs that share a factor, and codes that share a scale."""
 
 _LARGEST = 127.0 * 128
+_INFINITY = 0x7F800000  # its bits
+_MOST = 2.0**127
 _FLOATS, _INTEGERS, _BYTES = (ir.VectorType(kind, GROUP) for kind in (F32, I32, I8))
 
 
@@ -51,17 +53,6 @@ def round_group(
     return types.void(part_bits, *[types.int64] * 4), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def high_total(_typing: object, rounded: object) -> object:
-    """int32: the sum of 128 * high of a group that `round_group` took apart, at an address of [2, 32] int8."""
-
-    def generate(_context: BaseContext, builder: ir.IRBuilder, _signature: object, values: list[ir.Value]) -> ir.Value:
-        high = builder.sext(load(builder, values[0], _BYTES), _INTEGERS)
-        return builder.shl(call(builder, f"llvm.vector.reduce.add.v{GROUP}i32", I32, [high]), I32(7))
-
-    return types.int32(types.int64), generate
-
-
 def _store_parts(builder: ir.IRBuilder, codes: ir.Value, rounded: ir.Value) -> None:
     high = builder.ashr(builder.add(codes, _INTEGERS([64] * GROUP)), _INTEGERS([7] * GROUP))
     low = builder.sub(codes, builder.shl(high, _INTEGERS([7] * GROUP)))
@@ -78,27 +69,19 @@ def _store_whole(builder: ir.IRBuilder, codes: ir.Value, rounded: ir.Value) -> N
 
 def _round(builder: ir.IRBuilder, x: ir.Value, factor: ir.Value, total: ir.Value) -> ir.Value:
     """The codes, [32] i32; factor and total are stored."""
-    numbers = load(builder, x, _FLOATS, align=4)
-    sizes = call(builder, f"llvm.fabs.v{GROUP}f32", _FLOATS, [numbers])
-    # NaN and infinity are zero when multiplied by zero nowhere but here: the sum of the products tells.
-    traces = builder.fmul(sizes, _FLOATS([0.0] * GROUP))
-    is_finite = builder.fcmp_ordered("==", _reduced(builder, "fadd", traces), F32(0.0))
-    largest = _reduced(builder, "fmax", sizes)
-    has_any = builder.fcmp_ordered(">", largest, F32(0.0))
-    inverse = builder.select(builder.and_(is_finite, has_any), builder.fdiv(F32(_LARGEST), largest), F32(0.0))
-    scaled = builder.fmul(numbers, splat(builder, inverse, _FLOATS))
-    scaled = builder.select(is_finite, scaled, _FLOATS([0.0] * GROUP))
-    nearest = call(builder, f"llvm.rint.v{GROUP}f32", _FLOATS, [scaled])
+    bits = load(builder, x, _INTEGERS, align=4)
+    # Numbers without their signs are ordered as their bits are; infinity and NaN come last.
+    sizes = builder.and_(bits, _INTEGERS([0x7FFFFFFF] * GROUP))
+    most = call(builder, f"llvm.vector.reduce.umax.v{GROUP}i32", I32, [sizes])
+    is_finite = builder.icmp_unsigned("<", most, I32(_INFINITY))
+    largest = builder.bitcast(most, F32)
+    # Of the smallest numbers it would be infinite.
+    inverse = call(builder, "llvm.minnum.f32", F32, [builder.fdiv(F32(_LARGEST), largest), F32(_MOST)])
+    kept = splat(builder, builder.sext(is_finite, I32), _INTEGERS)
+    numbers = builder.bitcast(builder.and_(bits, kept), _FLOATS)
+    nearest = call(builder, f"llvm.rint.v{GROUP}f32", _FLOATS, [builder.fmul(numbers, splat(builder, inverse, _FLOATS))])
     codes = builder.fptosi(nearest, _INTEGERS)
     unit = builder.fmul(largest, F32(1.0 / _LARGEST))
     store(builder, builder.select(is_finite, unit, F32(math.nan)), factor, align=4)
     store(builder, call(builder, f"llvm.vector.reduce.add.v{GROUP}i32", I32, [codes]), total, align=4)
     return codes
-
-
-def _reduced(builder: ir.IRBuilder, kind: str, numbers: ir.Value) -> ir.Value:
-    """The sum, in any order, or the largest."""
-    start = [F32(0.0)] if kind == "fadd" else []
-    result = call(builder, f"llvm.vector.reduce.{kind}.v{GROUP}f32", F32, [*start, numbers])
-    result.fastmath.add("reassoc")
-    return result

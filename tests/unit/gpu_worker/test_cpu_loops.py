@@ -253,6 +253,16 @@ def test_a_product_with_codes_rounds_inputs_and_nothing_else(
 
 @needs_products
 @pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("num_rows", [2, 7])
+@pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-35])
+def test_the_smallest_inputs_give_small_results(num_bits: int, num_rows: int, size: float) -> None:
+    grid, x = random_grid(num_bits, 16, 96, 1), torch.full((num_rows, 96), size)
+    computed = GridProjection(grid, None)(x)
+    assert float(computed.abs().max()) <= 96 * 2 * size * float(grid.values().abs().max())
+
+
+@needs_products
+@pytest.mark.parametrize("num_bits", [4, 8])
 @pytest.mark.parametrize("part", [127 * 128, 126 * 128 + 64, 126 * 128 + 63, -127 * 128, -126 * 128 - 64, -128])
 def test_sums_hold_the_largest_codes_and_inputs(num_bits: int, part: int) -> None:
     grid = random_grid(num_bits, 16, 96, 1)
