@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# A rank without a query head, a column or an id would have nothing to compute. Key/value heads set no limit: ranks share one.
+# A rank without a query head, a column or an id would have nothing to compute. Ranks may share a key/value head.
 _DEALT_OUT = ("num_attention_heads", "intermediate_size", "vocab_size")
 
 
