@@ -95,6 +95,15 @@ def stored_bytes_read(account: Path = Path("/proc/self/io")) -> int | None:
     return int(words[place]) if place < len(words) and words[place].isdigit() else None
 
 
+def core_waits_s(tasks: Path = Path("/proc/self/task")) -> dict[str, float]:
+    """Of each thread of this process, by its number: seconds so far in which it could have run and others had the core.
+
+    Empty where the system does not tell.
+    """
+    words = {task.parent.name: _words(task) for task in tasks.glob("*/schedstat")}
+    return {thread: int(found[1]) / 1e9 for thread, found in words.items() if len(found) == 3}
+
+
 def process_age_s(account: Path = Path("/proc/self/stat")) -> float:
     """Seconds since this process was started; 0 where the system does not tell."""
     try:

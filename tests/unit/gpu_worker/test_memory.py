@@ -159,6 +159,12 @@ def test_cores_are_those_of_the_container(tmp_path: Path) -> None:
     assert host_limits.num_cores(free) == own
 
 
+def test_what_threads_wait_for_their_cores_is_told_for_each(tmp_path: Path) -> None:
+    write(tmp_path, **{"7__schedstat": "100 2500000000 3\n", "8__schedstat": "0 0 0\n", "9__schedstat": "\n"})
+    assert host_limits.core_waits_s(tmp_path) == {"7": 2.5, "8": 0.0}
+    assert host_limits.core_waits_s(tmp_path / "nothing") == {}
+
+
 def test_the_age_of_this_process_is_read_whatever_it_is_called(tmp_path: Path) -> None:
     younger_s = time.monotonic()
     assert host_limits.process_age_s() > 0
