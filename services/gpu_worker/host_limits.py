@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _KEPT_BLOCK_BYTES = 64 * 2**20  # larger blocks come and go with the system
 _KEPT_BYTES = 256 * 2**20
+_STARTED = 19  # of the words behind a process's name: field 22 of proc(5), ticks since the machine was started
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,25 @@ def stored_bytes_read(account: Path = Path("/proc/self/io")) -> int | None:
     words = _words(account)
     place = words.index("read_bytes:") + 1 if "read_bytes:" in words else len(words)
     return int(words[place]) if place < len(words) and words[place].isdigit() else None
+
+
+def core_waits_s(tasks: Path = Path("/proc/self/task")) -> dict[str, float]:
+    """Of each thread of this process, by its number: seconds so far in which it could have run and others had the core.
+
+    Empty where the system does not tell.
+    """
+    words = {task.parent.name: _words(task) for task in tasks.glob("*/schedstat")}
+    return {thread: int(found[1]) / 1e9 for thread, found in words.items() if len(found) == 3}
+
+
+def process_age_s(account: Path = Path("/proc/self/stat")) -> float:
+    """Seconds since this process was started; 0 where the system does not tell."""
+    try:
+        behind_name = account.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    started_s = int(behind_name[_STARTED]) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
 
 
 def keep_freed_memory() -> bool:

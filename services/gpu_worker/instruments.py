@@ -110,6 +110,8 @@ class WorkerInstruments(Collector):
         loaded, report = self._worker.roofline.loaded, self._worker.roofline.loaded.report
         seconds = {"disk": report.disk_s, "decode": report.decode_s, "device": report.place_s, "all": report.total_s}
         yield labelled_gauge("worker_load_seconds", _STAGE, {(stage,): value for stage, value in seconds.items()})
+        start_s: dict[tuple[str, ...], float] = {(str(stage),): value for stage, value in self._worker.start_s.items()}
+        yield labelled_gauge("worker_start_seconds", _STAGE, start_s)
         num_bytes = {"disk": report.num_bytes_read, "device": report.num_bytes_placed}
         if loaded.num_stored_bytes is not None:
             num_bytes["storage"] = loaded.num_stored_bytes

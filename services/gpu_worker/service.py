@@ -16,12 +16,14 @@ import time
 from collections import deque
 
 from services.gpu_worker.copy_watcher import CopyWatcher
+from services.gpu_worker.host_limits import process_age_s
 from services.gpu_worker.instruments import WorkerInstruments
 from services.gpu_worker.parallel.following import follow
 from services.gpu_worker.parallel.group import RankGroup, meet
 from services.gpu_worker.plan_check import PlanError
 from services.gpu_worker.process_set_up import set_up_process
 from services.gpu_worker.scheduler_link import SchedulerLink, StopRequestedError
+from services.gpu_worker.start_stages import StartStages
 from services.gpu_worker.start_up import ReadyWorker, start_up
 from services.gpu_worker.step_launcher import PendingStep
 from services.runtime.rank_place import rank_place
@@ -150,6 +152,7 @@ class WorkerService:
 
 def main(process: Process) -> None:
     """Loads the model while telling the scheduler so, then serves; or does what rank 0 of its group says."""
+    stages = StartStages(process_age_s())
     group = _meet_others(process)
     if group is not None and not group.is_leading:
         follow(process, group)
@@ -157,7 +160,7 @@ def main(process: Process) -> None:
     link = SchedulerLink(process)
     is_friendly = False
     try:
-        worker = start_up(process.settings, link.pump, group)
+        worker = start_up(process.settings, link.pump, group, stages)
         gc.collect()
         gc.freeze()  # the model lives as long as the process: no collection need look at it again
         try:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,8 +44,9 @@ from services.gpu_worker.parallel.group import RankGroup
 from services.gpu_worker.parallel.shard_runner import LeadingRunner, ShardRunner
 from services.gpu_worker.parallel.shards import split_model
 from services.gpu_worker.process_set_up import set_up_process
-from services.gpu_worker.products.forms import CpuForms
+from services.gpu_worker.products.forms import CpuForms, Measuring
 from services.gpu_worker.roofline import Loaded, Roofline, measure_machine
+from services.gpu_worker.start_stages import StartStage, StartStages
 from services.gpu_worker.step_cost import ModelCost
 from services.gpu_worker.step_launcher import StepLauncher
 from services.gpu_worker.warm_up import WarmUp, chunk_limit_s, warm_up
@@ -65,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReadyWorker:
-    """What the service runs, and what it tells the scheduler about it."""
+    """What the service runs, and what it tells of it; `start_s` are the seconds of each stage of its start."""
 
     launcher: StepLauncher
     state: WorkerState
@@ -74,6 +76,7 @@ class ReadyWorker:
     roofline: Roofline
     kv_bytes_per_token: int
     num_pool_bytes: int
+    start_s: Mapping[StartStage, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,33 +113,51 @@ class ModelParts:
         return kind(self.group, model.config, model.weights, kv_cache, self.attention, self.operators)
 
 
-def start_up(settings: Settings, pump: Callable[[], None], group: RankGroup | None = None) -> ReadyWorker:
+def start_up(
+    settings: Settings,
+    pump: Callable[[], None],
+    group: RankGroup | None = None,
+    stages: StartStages | None = None,
+) -> ReadyWorker:
     """Makes a worker ready; of a group, rank 0.
 
     Args:
         settings: of the process; `model` is a path here.
         pump: called all the time while it lasts, to say that this process lives; may raise to give up.
         group: the ranks that share the model.
+        stages: the clock of this start, if it has begun to run.
 
     Raises:
         StartError: settings, files or memory are at fault; one line that names what.
         RankLostError: another rank is gone.
     """
-    parts = load_parts(settings, pump, group)
+    with stages or StartStages() as clock:
+        worker = _made_ready(settings, pump, group, clock)
+        clock.log()
+    return worker
+
+
+def _made_ready(
+    settings: Settings, pump: Callable[[], None], group: RankGroup | None, stages: StartStages
+) -> ReadyWorker:
+    parts = load_parts(settings, pump, group, stages)
     device, shape, max_model_len = parts.device, parts.shape, parts.max_model_len
     config, weights = parts.model.config, parts.model.weights
     dtype = weights.embedding.dtype
     bare = parts.runner(0)
-    machine = measure_machine(device, device_name(device), product_dtype(settings, device, dtype))
-    measured = warm_up(bare, pump, max_model_len, max(0, settings.chunked_prefill_size))
-    logger.info(
-        "warm-up: %d tokens in %.0f ms (%.0f tokens/s), one token in %.1f ms",
-        measured.chunk_tokens, 1000 * measured.chunk_s, measured.tokens_per_s, 1000 * measured.decode_s,
-    )  # fmt: skip
-    memory = _measure(settings, bare, measured, max_model_len, weights.num_bytes)
+    with stages.within(StartStage.LIMITS):
+        machine = measure_machine(device, device_name(device), product_dtype(settings, device, dtype))
+    with stages.within(StartStage.WARM_UP):
+        measured = warm_up(bare, pump, max_model_len, max(0, settings.chunked_prefill_size))
+        logger.info(
+            "warm-up: %d tokens in %.0f ms (%.0f tokens/s), one token in %.1f ms",
+            measured.chunk_tokens, 1000 * measured.chunk_s, measured.tokens_per_s, 1000 * measured.decode_s,
+        )  # fmt: skip
+        memory = _measure(settings, bare, measured, max_model_len, weights.num_bytes)
     pump()
     num_pages = _num_pages(parts, memory, settings)
-    runner = parts.runner(num_pages)
+    with stages.within(StartStage.RECORDING):
+        runner = parts.runner(num_pages)
     sizes = WorkerSizes(settings.max_running_requests, max_model_len, config.vocab_size, settings.page_size, num_pages)
     compiler = GrammarCompiler(
         ChildSpec(settings.model, config.vocab_size, settings.grammar_timeout_s, settings.grammar_memory_mb)
@@ -156,38 +177,48 @@ def start_up(settings: Settings, pump: Callable[[], None], group: RankGroup | No
         chunk_context=measured.chunk_context,
         chunk_limit_ms=1000 * chunk_limit_s(device),
     )
-    if graphs := graph_device(settings, runner):
-        record_graphs(runner, GraphLimits(settings.max_running_requests, max_model_len), graphs, pump)
-    if group is not None:
-        group.serve()
-    elif device.type == "cpu":
-        record_decode_layers(runner, GraphLimits(settings.max_running_requests, max_model_len), pump)
+    with stages.within(StartStage.RECORDING):
+        if graphs := graph_device(settings, runner):
+            record_graphs(runner, GraphLimits(settings.max_running_requests, max_model_len), graphs, pump)
+        if group is not None:
+            group.serve()
+        elif device.type == "cpu":
+            record_decode_layers(runner, GraphLimits(settings.max_running_requests, max_model_len), pump)
     launcher = StepLauncher(runner, state)
     kv_bytes_per_token = shape.bytes_per_page // shape.page_size
     own = replace(config, vocab_size=len(weights.embedding))  # of a shared model what this rank computes
     roofline = Roofline(machine, parts.loaded, ModelCost(own, weights, kv_bytes_per_token))
-    return ReadyWorker(launcher, state, grammars, card, roofline, kv_bytes_per_token, runner.kv_cache.num_bytes)
+    num_pool_bytes = runner.kv_cache.num_bytes
+    return ReadyWorker(launcher, state, grammars, card, roofline, kv_bytes_per_token, num_pool_bytes, stages.seconds)
 
 
-def load_parts(settings: Settings, pump: Callable[[], None], group: RankGroup | None) -> ModelParts:
+def load_parts(
+    settings: Settings, pump: Callable[[], None], group: RankGroup | None, stages: StartStages
+) -> ModelParts:
     """Loads a model, or this rank's part of it, and agrees with the other ranks that they have the same one."""
     device = set_up_process(settings) if group is None else group.device
+    if device.type == "cpu":
+        stages.watch_compilation()
     rank, size = (0, 1) if group is None else (group.place.rank, group.place.size)
     try:
         files = open_model(settings.model)
         choices = choose(settings, parse_model_config(files), device, rank, size)
-        model, loaded = _load(settings, files, choices, pump)
-        digest = model_digest(files)
+        with stages.within(StartStage.WEIGHTS):
+            model, loaded = _load(settings, files, choices, pump, stages)
+            digest = model_digest(files)
     except ModelFileError as error:
         raise StartError(str(error)) from error
     if group is not None:
         group.agree(facts_of(settings, digest, device, choices.dtype), pump)
+    with stages.within(StartStage.FORMS):
+        weights = with_fast_experts(model.weights, device)
+        attention = _attention(settings, choices.attention)
     return ModelParts(
-        model=replace(model, weights=with_fast_experts(model.weights, device)),
+        model=replace(model, weights=weights),
         loaded=loaded,
         digest=digest,
         device=device,
-        attention=_attention(settings, choices.attention),
+        attention=attention,
         operators=operators_for(device),
         shape=choices.shape,
         max_model_len=choices.max_model_len,
@@ -209,19 +240,21 @@ def _num_pages(parts: ModelParts, memory: MemoryState, settings: Settings) -> in
     return num_pages
 
 
-def forms_of(settings: Settings, pump: Callable[[], None] = lambda: None) -> CpuForms:
-    """What becomes of matrices that are laid out."""
-    return CpuForms(settings.numerics == "exact", int(settings.cpu_copies_gb * 1e9), pump)
+def forms_of(
+    settings: Settings, pump: Callable[[], None] = lambda: None, measuring: Measuring = nullcontext
+) -> CpuForms:
+    """What becomes of matrices that are laid out; see `CpuForms`."""
+    return CpuForms(settings.numerics == "exact", int(settings.cpu_copies_gb * 1e9), pump, measuring)
 
 
 def _load(
-    settings: Settings, files: ModelFiles, choices: Choices, pump: Callable[[], None]
+    settings: Settings, files: ModelFiles, choices: Choices, pump: Callable[[], None], stages: StartStages
 ) -> tuple[RunnableModel, Loaded]:
     """The model or this rank's part of it, and how it came."""
     device, shard = choices.attention.device, choices.shard
     split = functools.partial(split_model, rank=shard.rank, size=shard.size)
     stored = stored_bytes_read()
-    forms = rounded(forms_of(settings, pump), settings, shard.layout, pump)
+    forms = rounded(forms_of(settings, pump, lambda: stages.within(StartStage.FORMS)), settings, shard.layout, pump)
     eight = fp8_forms(settings, shard.layout, device, pump)
     try:
         with LoadProgress(files.path.name, pump) as progress:

@@ -55,6 +55,13 @@ class RunningStatus:
             self._text = text
             self._news.notify()
 
+    def line(self, text: str) -> None:
+        """Prints a line on standard output that stays, which may be the same terminal; the status goes on below it."""
+        with self._news:
+            self._terminal.clear_status()
+            print(text, flush=True)
+            self._news.notify()
+
     def _write(self) -> None:
         with self._news:
             while not self._is_over:

@@ -15,7 +15,9 @@ from services.launcher.port import free_ports, reserve_port
 from services.launcher.progress import Entrance, HttpStartup, SilentStartup
 from services.launcher.run_directory import given_run_directory, new_run_directory, shared_run_directory
 from services.launcher.supervisor import Startup, Stop, Supervisor
-from services.model_files.source import model_name
+from services.model_files.errors import ModelFileError
+from services.model_files.rank_limits import sharing_problem
+from services.model_files.source import model_name, open_model
 from services.runtime.config import (
     FlagParser,
     Settings,
@@ -60,9 +62,21 @@ def run(arguments: Sequence[str]) -> int:
             model = resolve_model(settings.model, settings)
             name = settings.served_model_name or model.name or model_name(model.path)
             settings = dataclasses.replace(settings, model=str(model.path), served_model_name=name)
+        if Role.GPU_WORKER in roles and settings.tp_size > 1:
+            _check_ranks(settings)
         run_dir = stack.enter_context(_run_directory(settings, role))
         specs = _child_specs(roles, dataclasses.replace(settings, run_dir=str(run_dir)))
         return Supervisor(specs, _startup(settings, specs, roles), Stop.draining(settings.drain_timeout_s)).run()
+
+
+def _check_ranks(settings: Settings) -> None:
+    """Refuses more ranks than can share the model: they would find out only once all of them are up."""
+    try:
+        config = open_model(settings.model).config
+    except ModelFileError as error:
+        raise StartError(str(error)) from error
+    if problem := sharing_problem(config, settings.tp_size):
+        raise StartError(problem)
 
 
 def _take_role(arguments: Sequence[str]) -> tuple[Role | None, list[str]]:

@@ -128,11 +128,13 @@ class _HeaderReader:
         self._data = data
         self._size = len(data)
         self._position = 0
-        self._reading = "magic"
+        self._reading = "the beginning"
 
     def read(self) -> GgufHeader:
-        if self._take(4) != _MAGIC:
-            raise self._error("is not a GGUF file (wrong magic)")
+        beginning = self._data[: len(_MAGIC)]
+        if not _MAGIC.startswith(beginning):
+            raise ModelFileError(self._path, f"is not a GGUF file: it begins with {beginning!r}, not with {_MAGIC!r}")
+        self._take(len(_MAGIC))
         self._reading = "version"
         version = self._unpack("I")
         if version not in _SUPPORTED_VERSIONS:

@@ -117,6 +117,8 @@ OF_GPU_WORKER: Mapping[str, str] = {
     "worker_limit_operations_per_second": "additions and multiplications of a large product, measured at the start",
     "worker_limit_upload_bytes_per_second": "what goes from the host to the device, measured; 0 where they are one",
     "worker_load_seconds": "time of loading the weights by `stage`: disk, decode, device, all with what lies between",
+    "worker_start_seconds": "time of the start by `stage`: libraries, weights (all of loading, less what follows), "
+    "compile (loops of the CPU), forms and limits (both measured), warm_up, recording",
     "worker_load_bytes": "bytes of weights by `stage`: from disk, of these from storage and no cache, to the device",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from statistics import median
+from statistics import quantiles
 
 import torch
 
@@ -48,15 +48,18 @@ def bench_kernels(settings: Settings, arguments: Sequence[str]) -> None:
     for case in _cases(place, settings.page_size, options.rows, options.contexts):
         at = f", {case.context} tokens of context" if case.context else ""
         tell(now=f"{case.kernel}, {case.form}, {case.rows} rows{at}")
-        seconds = median(run_times_s(device, case.run, options.seconds))
+        times_s = run_times_s(device, case.run, options.seconds)
+        first, middle, third = quantiles(times_s, n=4, method="inclusive")
         tell(
             row={
                 "kernel": case.kernel,
                 "form": case.form,
                 "rows": case.rows,
                 "context": case.context,
-                "us": 1e6 * seconds,
-                **beside_limits(seconds, case.num_bytes, case.num_operations, machine_limits(device, case.dtype)),
+                "us": 1e6 * middle,
+                "us_least": 1e6 * min(times_s),
+                "us_quartiles": (1e6 * first, 1e6 * third),
+                **beside_limits(middle, case.num_bytes, case.num_operations, machine_limits(device, case.dtype)),
             }
         )
 

@@ -20,6 +20,7 @@ from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.parallel.agreement import agreed_pages
 from services.gpu_worker.parallel.commands import Command, Operation, packed_length, unpacked
 from services.gpu_worker.parallel.group import RankGroup
+from services.gpu_worker.start_stages import StartStages
 from services.gpu_worker.start_up import ModelParts, load_parts
 from services.runtime.service import Process, StartError
 
@@ -141,7 +142,8 @@ def follow(process: Process, group: RankGroup) -> None:
     if process.is_stopping:
         group.tell_stop()
     try:
-        parts = load_parts(process.settings, pump, group)
+        with StartStages() as stages:
+            parts = load_parts(process.settings, pump, group, stages)
         gc.collect()
         gc.freeze()
         logger.info("rank %d has its part of the model and waits for rank 0", group.place.rank)

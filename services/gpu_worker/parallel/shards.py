@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from services.gpu_worker.models.config import ModelConfig
 from services.gpu_worker.weight_sources.source import WHOLE, Part
+from services.model_files.rank_limits import sharing_problem
 from services.runtime.service import StartError
 
 _VOCABULARY_UNIT = 64
@@ -110,6 +111,14 @@ def split_model(config: ModelConfig, rank: int, size: int) -> Shard:
     """
     if size > 1 and config.experts is not None:
         raise StartError(f"--tp-size {size}: a {config.model_type} model has experts, which ranks cannot share yet")
+    dealt_out = {
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+    }
+    if problem := sharing_problem(dealt_out, size):
+        raise StartError(problem)
     kv_heads, queries = _split_heads(config, rank, size)
     columns = _split_columns(config.intermediate_size, rank, size)
     vocabulary = split_vocabulary(config.vocab_size, rank, size)
@@ -119,9 +128,7 @@ def split_model(config: ModelConfig, rank: int, size: int) -> Shard:
 
 
 def split_vocabulary(vocab_size: int, rank: int, size: int) -> Range:
-    """The ids whose rows of embedding and head a rank holds; StartError where there are fewer ids than ranks."""
-    if vocab_size < size:
-        raise StartError(f"--tp-size {size}: vocab_size {vocab_size} has fewer entries than there are ranks")
+    """The ids whose rows of embedding and head a rank holds; there are as many ids as ranks at least."""
     unit = _VOCABULARY_UNIT if vocab_size >= _VOCABULARY_UNIT * size else 1
     units = _share(-(-vocab_size // unit), rank, size)
     return Range(units.first * unit, min(units.end * unit, vocab_size))
@@ -136,19 +143,12 @@ def _split_heads(config: ModelConfig, rank: int, size: int) -> tuple[Range, Rang
         return kv_heads, Range(kv_heads.first * group, kv_heads.end * group)
     head = next(head for head in range(num_kv_heads) if rank < _share(size, head, num_kv_heads).end)
     ranks = _share(size, head, num_kv_heads)  # those that share this head
-    if len(ranks) > group:
-        raise StartError(
-            f"--tp-size {size}: num_attention_heads {config.num_heads} with num_key_value_heads {num_kv_heads} can be "
-            f"shared by at most {group * num_kv_heads} ranks, and evenly over key/value heads"
-        )
     queries = _share(group, rank - ranks.first, len(ranks))
     return Range(head, head + 1), Range(head * group + queries.first, head * group + queries.end)
 
 
 def _split_columns(num_columns: int, rank: int, size: int) -> Range:
     """Evenly where a unit allows it; the larger the unit the better for kernels and blocks of quantized weights."""
-    if num_columns < size:
-        raise StartError(f"--tp-size {size}: intermediate_size {num_columns} has fewer columns than there are ranks")
     unit = next((unit for unit in _COLUMN_UNITS if num_columns % (unit * size) == 0), None)
     if unit is None:
         is_enough = num_columns % _UNEVEN_UNIT == 0 and num_columns // _UNEVEN_UNIT >= size

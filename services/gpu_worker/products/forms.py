@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -36,6 +37,9 @@ operators of a layer too. On two cores a whole step at 16, 20, 24 and 32 rows to
 as recorded."""
 _MEASURED = 8  # matrices of a shape
 
+Measuring = Callable[[], AbstractContextManager[None]]
+"""Entered while something is measured."""
+
 Shape = tuple[int, ...]
 _Kind = tuple[Shape, str, str]  # shape, codes and other form of matrices
 
@@ -45,17 +49,25 @@ logger = logging.getLogger(__name__)
 class CpuForms:
     """The `Forms` of one model; see the module."""
 
-    def __init__(self, is_exact: bool, copy_bytes: int = 2**62, pump: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        is_exact: bool,
+        copy_bytes: int = 2**62,
+        pump: Callable[[], None] = lambda: None,
+        measuring: Measuring = nullcontext,
+    ) -> None:
         """Finds out what this processor and this build of torch have.
 
         Args:
             is_exact: whether only float32 products will do.
             copy_bytes: budget of second forms.
             pump: called for each matrix, to say that this process lives.
+            measuring: what tells that time goes into measuring.
         """
         self._is_exact = is_exact
         self._copy_bytes_left = copy_bytes
         self._pump = pump
+        self._measuring = measuring
         self._uses_bfloat16 = not is_exact and has_fast_bfloat16()
         self._packs: dict[Shape, bool] = {}
         self._pairs: dict[_Kind, list[TwoForms]] = {}
@@ -113,7 +125,8 @@ class CpuForms:
         for kinds in filter(None, groups):
             compared = [Compared.of(self._pairs[kind], kind[0][1]) for kind in kinds]
             worth = _UNRECORDED if kinds is of_layers and not all(map(_ends_in_loops, compared)) else 1.0
-            most = crossover(compared, self._pump, worth)
+            with self._measuring():
+                most = crossover(compared, self._pump, worth)
             if all(_are_loops(shape.few) for shape in compared):
                 # A single row waits for memory, of which codes read least: where that was not seen, something else ran.
                 most = max(most, 1)
@@ -139,9 +152,10 @@ class CpuForms:
         shape = tuple(dense.weight.shape)
         packed = PackedProjection(dense.weight, dense.bias, torch.float32)
         if shape not in self._packs:
-            self._packs[shape] = sum(_seconds([packed], rows, shape[1]) for rows in _FORM_ROWS) < sum(
-                _seconds([dense], rows, shape[1]) for rows in _FORM_ROWS
-            )
+            with self._measuring():
+                self._packs[shape] = sum(_seconds([packed], rows, shape[1]) for rows in _FORM_ROWS) < sum(
+                    _seconds([dense], rows, shape[1]) for rows in _FORM_ROWS
+                )
         return (packed, "packed float32") if self._packs[shape] else (dense, "plain float32")
 
 

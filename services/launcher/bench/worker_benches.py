@@ -140,8 +140,8 @@ def _machine_line(machine: Mapping[str, Any]) -> str:
 
 
 def kernel_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each kernel, form, number of rows and context."""
-    header = ("kernel", "form", "rows", "context", "us", "GB/s", "GFLOP/s", "of limit", "bound")
+    """A line for each kernel, form, number of rows and context: of its times median, least and quartiles."""
+    header = ("kernel", "form", "rows", "context", "us", "least", "quartiles", "GB/s", "GFLOP/s", "of limit", "bound")
     return markdown_table(
         header,
         [
@@ -151,6 +151,8 @@ def kernel_table(rows: Sequence[Mapping[str, Any]]) -> str:
                 str(row["rows"]),
                 str(row["context"] or "-"),
                 f"{row['us']:,.1f}",
+                f"{row['us_least']:,.1f}",
+                " to ".join(f"{quartile:,.1f}" for quartile in row["us_quartiles"]),
                 *_rates(row),
             )
             for row in rows

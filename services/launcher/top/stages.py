@@ -1,18 +1,27 @@
 """What each stage of a group does, where, and what bounds it, from its metrics. Pure.
 
-Weights come once: `disk → memory`, `decoding` of quantized blocks, `memory → device`. Requests pass `tokenizer`,
-`prefill`, `decode`, `sampling` and `output`. A forward pass is held against the limits that its worker has measured; a
-stage of one process after another against the time that these processes have.
+A worker starts once: `libraries`, then weights, `disk → memory`, `decoding` of quantized blocks, `memory → device`,
+`laying out`; what is compiled and measured; `warm-up`; `recording` of decode steps. Together these are its start.
+Requests pass `tokenizer`, `prefill`, `decode`, `sampling` and `output`. A forward pass is held against the limits that
+its worker has measured; a stage of one process after another against the time that these processes have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from services.launcher.top.samples import Window
 
 _PASSES = ("prefill", "decode")
+_BESIDE_WEIGHTS = {
+    "compile": "compiling loops",
+    "forms": "measuring forms",
+    "limits": "measuring limits",
+    "warm_up": "warm-up",
+    "recording": "recording",
+}
+"""Names of what a start does once it has the weights, or while it gets them."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,7 @@ class Stage:
         hardware: what it runs on.
         bound: what it waits for at least: disk, file cache, PCIe, memory, compute or CPU; "" where nobody can tell.
         seconds: that it took, added up over its processes.
-        busy: share of the window in which it was at work; None without a window, and where weights came once.
+        busy: share of the window in which it was at work; None without a window, and of a start.
         num_tokens, num_bytes, num_operations: what it moved and did; None where it is not counted.
         share: of the limit; None where there is none that could be known.
     """
@@ -104,8 +113,27 @@ def _worker(window: Window, labels: dict[str, str]) -> Worker:
 
 
 def stages_of(window: Window) -> list[Stage]:
-    """All stages in the order in which weights, then requests, pass them."""
-    return [*_loading(window), *_serving(window)]
+    """All stages in the order in which a start, then requests, pass them."""
+    workers = workers_of(window)
+    hardware = ", ".join(dict.fromkeys("CPU" if worker.device == "cpu" else worker.name for worker in workers))
+    names = {dict(labels).get("stage", "") for labels in window.samples.of("worker_start_seconds")}
+    start_s = {name: window.samples.total("worker_start_seconds", stage=name) for name in names}
+    return [*_starting(window, start_s, hardware), *_serving(window, hardware)]
+
+
+def _starting(window: Window, start_s: Mapping[str, float], hardware: str) -> Iterator[Stage]:
+    """What a start took; of a worker that does not tell of it the weights alone."""
+    if "libraries" in start_s:
+        yield Stage("libraries", "CPU", "CPU", start_s["libraries"])
+    weights = list(_loading(window))
+    yield from weights
+    rest_s = start_s.get("weights", 0.0) - sum(stage.seconds for stage in weights)
+    if rest_s > 0:
+        yield Stage("laying out", "CPU", "CPU", rest_s)
+    for key, name in _BESIDE_WEIGHTS.items():
+        if key in start_s:
+            where = "CPU" if key == "compile" else hardware
+            yield Stage(name, where, "CPU" if where == "CPU" else "", start_s[key])
 
 
 def _loading(window: Window) -> Iterator[Stage]:
@@ -128,9 +156,8 @@ def _loading(window: Window) -> Iterator[Stage]:
         yield Stage("memory → device", hardware, bound, took_s, num_bytes=num_placed, share=share)
 
 
-def _serving(window: Window) -> Iterator[Stage]:
+def _serving(window: Window, hardware: str) -> Iterator[Stage]:
     workers = workers_of(window)
-    hardware = ", ".join(dict.fromkeys("CPU" if worker.device == "cpu" else worker.name for worker in workers))
     num_prompt = window.growth("prompt_tokens_total")
     yield _in_turns(window, "tokenizer", window.growth("hop_seconds_sum", hop="tokenize"), num_prompt)
     for name in _PASSES:

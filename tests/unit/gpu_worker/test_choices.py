@@ -12,6 +12,7 @@ from bench.random_checkpoints import Shape, write_checkpoint
 from services.gpu_worker.choices import UnfitSettingError, choose
 from services.gpu_worker.fit_check import Machine, fit
 from services.gpu_worker.models.parse_config import parse_model_config
+from services.gpu_worker.start_stages import StartStages
 from services.gpu_worker.start_up import load_parts
 from services.model_files.source import open_model
 from services.runtime.config import Settings
@@ -57,7 +58,7 @@ def test_what_does_not_go_is_refused_with_a_remedy_and_without_weights(
     assert (found.problem, found.remedy) == (str(refused.value), refused.value.remedy)
     if not settings.tp_size:
         with pytest.raises(UnfitSettingError) as at_start:  # no word of the weights that are missing
-            load_parts(settings, lambda: None, None)
+            load_parts(settings, lambda: None, None, StartStages())
         assert str(at_start.value) == str(refused.value)
 
 

@@ -17,6 +17,8 @@ from tests.sockets import sockets
 from tests.unit.gpu_worker.plan_writer import PlanWriter, Request
 from tests.unit.gpu_worker.worker_peer import TestScheduler, serving, worker_settings
 
+pytestmark = pytest.mark.timeout(300)
+
 END = 2
 PERSON = Grammar(
     GrammarKind.JSON_SCHEMA,

@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,23 @@ def test_cores_are_those_of_the_container(tmp_path: Path) -> None:
     assert host_limits.num_cores(old) == 1
     free = write(tmp_path / "older", cpu__cpu_dot_cfs_quota_us="-1\n", cpu__cpu_dot_cfs_period_us="100000\n")
     assert host_limits.num_cores(free) == own
+
+
+def test_what_threads_wait_for_their_cores_is_told_for_each(tmp_path: Path) -> None:
+    write(tmp_path, **{"7__schedstat": "100 2500000000 3\n", "8__schedstat": "0 0 0\n", "9__schedstat": "\n"})
+    assert host_limits.core_waits_s(tmp_path) == {"7": 2.5, "8": 0.0}
+    assert host_limits.core_waits_s(tmp_path / "nothing") == {}
+
+
+def test_the_age_of_this_process_is_read_whatever_it_is_called(tmp_path: Path) -> None:
+    younger_s = time.monotonic()
+    assert host_limits.process_age_s() > 0
+    assert host_limits.process_age_s(tmp_path / "nothing") == 0.0
+    ticks = int((time.clock_gettime(time.CLOCK_BOOTTIME) - 100) * os.sysconf("SC_CLK_TCK"))
+    words = " ".join(["0"] * 18 + [str(ticks)] + ["0"] * 30)
+    account = write(tmp_path / "process", stat=f"7 (a) b c) S {words}\n") / "stat"
+    age_s = host_limits.process_age_s(account)
+    assert 100 <= age_s <= 100.1 + time.monotonic() - younger_s
 
 
 def test_memory_is_that_of_the_container(tmp_path: Path) -> None:

@@ -100,7 +100,8 @@ def test_each_kernel_is_measured_in_each_form(settings: Settings, capsys: pytest
     assert any(str(line.get("now")).endswith(", 9 tokens of context") for line in told)
     kinds = {row["kernel"].split()[0].rstrip(",") for row in rows}
     assert kinds == {"qkv", "output", "gate_up", "down", "attention", "sum", "gate", "sampling"}
-    assert all(row["us"] > 0 and row["share"] > 0 for row in rows)
+    assert all(0 < row["us_least"] <= row["us_quartiles"][0] <= row["us"] <= row["us_quartiles"][1] for row in rows)
+    assert all(row["share"] > 0 for row in rows)
 
 
 def test_the_costs_of_cases_are_those_of_what_they_run(model: LoadedModel) -> None:

@@ -16,6 +16,7 @@ from services.gpu_worker.attention.paged_cpu import reads_halves
 from services.gpu_worker.model_runner import ModelRunner
 from services.gpu_worker.parallel.group import RankGroup
 from services.gpu_worker.plan_check import PlanError
+from services.gpu_worker.start_stages import StartStages
 from services.gpu_worker.start_up import ReadyWorker
 from services.gpu_worker.step_inputs import StepInputs
 from services.runtime import session
@@ -50,10 +51,12 @@ def has_welcomed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     event = threading.Event()
     start_up = ready.start_up
 
-    def start_late(settings: Settings, pump: Callable[[], None], group: RankGroup | None) -> ReadyWorker:
+    def start_late(
+        settings: Settings, pump: Callable[[], None], group: RankGroup | None, stages: StartStages
+    ) -> ReadyWorker:
         while not event.wait(0.01):
             pump()
-        return start_up(settings, pump, group)
+        return start_up(settings, pump, group, stages)
 
     monkeypatch.setattr(service, "start_up", start_late)
     return event
@@ -193,6 +196,10 @@ def test_counts_travel_in_heartbeats(settings: Settings, net: Sockets) -> None:
             assert 0 < sum(limit_s) < of_stages["tokenway:worker_stage_seconds_total", f"stage={stage}"]
         assert of_stages["tokenway:worker_stage_seconds_total", "stage=sampling"] > 0
         assert of_stages["tokenway:worker_load_bytes", "stage=disk"] > 10_000
+        start_s = {key[1]: value for key, value in of_stages.items() if key[0] == "tokenway:worker_start_seconds"}
+        measured = {f"stage={stage}" for stage in ("libraries", "weights", "forms", "limits", "warm_up", "recording")}
+        assert start_s.keys() - {"stage=compile"} == measured
+        assert min(start_s.values()) > 0
         assert any("worker_machine" in key and "device=cpu" in key for key in unpack_samples(beat.metrics))
 
 

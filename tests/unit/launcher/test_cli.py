@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from services.launcher.serve import _START_ORDER, _child_specs
 from services.runtime.config import Settings
 from services.runtime.rank_place import rank_place, rank_variables
 from services.wire.members import Role
+from tests.unit.model_files.gguf_files import write_gguf
 
 _ROOT = Path(__file__).parents[3]
 
@@ -76,6 +78,28 @@ def test_prc_06_a_port_in_use_is_named_before_anything_is_started() -> None:
     assert result.returncode == 2
     assert result.stderr == f"tokenway: port {port} on 127.0.0.1 is in use by another process; choose one with --port\n"
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+@pytest.mark.parametrize("arguments", [[], ["--role", "gpu_worker", "--run-dir", "{}"]])
+def test_more_ranks_than_can_share_the_model_are_refused_before_one_is_started(
+    tmp_path: Path, kind: str, arguments: list[str]
+) -> None:
+    if kind == "gguf":
+        model = write_gguf(tmp_path / "model.gguf")
+        heads = "num_attention_heads 4 with num_key_value_heads 2"
+    else:
+        model = tmp_path / "model"
+        model.mkdir()
+        counts = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 64, "vocab_size": 90}
+        (model / "config.json").write_text(json.dumps({"model_type": "llama"} | counts))
+        (model / "model.safetensors").touch()  # nobody gets as far as to open it
+        heads = "num_attention_heads 6 with num_key_value_heads 3"
+    most = heads.split()[1]
+    given = [argument.format(tmp_path / "run") for argument in arguments]
+    result = _tokenway("serve", str(model), "--tp-size", "64", "--port", "0", *given)
+    line = f"tokenway: --tp-size 64: {heads} can be shared by at most {most} ranks; set --tp-size {most} or less\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
 
 
 def test_prc_06_an_unknown_command_is_named_in_one_line_with_status_2() -> None:

@@ -6,6 +6,8 @@ import io
 import itertools
 import threading
 
+import pytest
+
 from services.launcher.running_status import RunningStatus
 from services.launcher.terminal import Terminal
 
@@ -38,6 +40,19 @@ def test_a_terminal_sees_what_goes_on_and_for_how_long_and_nothing_at_the_end() 
     assert all("loading" in line or "measuring" in line for line in shown[1:-1])
     assert shown[-1] == ""
     assert not any(thread.name == "status" for thread in threading.enumerate())
+
+
+def test_a_line_that_stays_is_not_written_behind_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, seconds = Screen(), itertools.count()
+    monkeypatch.setattr("sys.stdout", screen)
+    with RunningStatus(Terminal(screen), clock=lambda: next(seconds) - 1, tick_s=0.001) as status:
+        status.show("loading")
+        assert screen.ticked.wait(PATIENCE_S), "the line was not written anew"
+        screen.ticked.clear()
+        status.line("one of two")
+        status.show("2 s: loading")  # which the screen waits for
+        assert screen.ticked.wait(PATIENCE_S), "the status did not go on"
+    assert "\r\033[Kone of two\n\r\033[K" in screen.getvalue()
 
 
 def test_what_is_no_terminal_gets_nothing() -> None:

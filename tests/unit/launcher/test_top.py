@@ -65,6 +65,25 @@ def test_stages_since_the_start_are_what_the_processes_counted() -> None:
     assert (found["output"].num_tokens, found["tokenizer"].num_tokens) == (256, 577)
 
 
+def test_a_start_is_told_stage_by_stage_to_its_end() -> None:
+    start_s = {
+        "libraries": 2.5, "weights": 4.0, "compile": 16.0, "forms": 4.25, "limits": 0.5, "warm_up": 2.75,
+        "recording": 0.25,
+    }  # fmt: skip
+    lines = [
+        f'tokenway:worker_start_seconds{{instance="0",role="gpu_worker",stage="{stage}"}} {value}'
+        for stage, value in start_s.items()
+    ]
+    found = stages(Window(Samples(RECORDED + "\n".join(lines) + "\n")))
+    names = list(found)[: list(found).index("tokenizer")]
+    assert names == [
+        "libraries", "disk → memory", "decoding", "memory → device", "laying out", "compiling loops",
+        "measuring forms", "measuring limits", "warm-up", "recording",
+    ]  # fmt: skip
+    assert sum(found[name].seconds for name in names) == pytest.approx(sum(start_s.values()))
+    assert (found["compiling loops"].seconds, found["compiling loops"].hardware) == (16.0, "CPU")
+
+
 def test_a_window_tells_what_came_in_it() -> None:
     later = with_values(
         RECORDED,

@@ -50,12 +50,31 @@ def test_what_is_followed_no_longer_is_ended() -> None:
 
 def test_rows_become_tables() -> None:
     kernels = [
-        {"kernel": "qkv 960x576", "form": "plain float32", "rows": 16, "context": 0, "us": 1234.56, **RATES},
-        {"kernel": "attention, decode", "form": "P", "rows": 4, "context": 256, "us": 9.0, **RATES},
+        {
+            "kernel": "qkv 960x576",
+            "form": "plain float32",
+            "rows": 16,
+            "context": 0,
+            "us": 1234.56,
+            "us_least": 1100.0,
+            "us_quartiles": [1200.0, 5432.1],
+            **RATES,
+        },
+        {
+            "kernel": "attention, decode",
+            "form": "P",
+            "rows": 4,
+            "context": 256,
+            "us": 9.0,
+            "us_least": 8.8,
+            "us_quartiles": [8.9, 9.1],
+            **RATES,
+        },
     ]
     lines = kernel_table(kernels).splitlines()
     assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == [
-        "qkv 960x576", "plain float32", "16", "-", "1,234.6", "7.50", "90.0", "80%", "memory",
+        "qkv 960x576", "plain float32", "16", "-", "1,234.6", "1,100.0", "1,200.0 to 5,432.1", "7.50", "90.0",
+        "80%", "memory",
     ]  # fmt: skip
     assert lines[3].split("|")[4].strip() == "256"
     engine = [{"stage": "decode", "rows": 4, "context": 64, "tokens_per_s": 81.25, "step_over_forward": 1.04, **RATES}]
@@ -94,7 +113,9 @@ def test_a_worker_is_measured_in_a_child(tmp_path: Path, capsys: pytest.CaptureF
     found = json.loads(capsys.readouterr().out)
     assert found["machine"]["device"] == "cpu"
     assert {row["rows"] for row in found["rows"]} >= {1, 3}
-    assert min(row["us"] for row in found["rows"]) > 0
+    assert all(
+        0 < row["us_least"] <= row["us_quartiles"][0] <= row["us"] <= row["us_quartiles"][1] for row in found["rows"]
+    )
     steps = ["--rows", "1", "3", "--context", "20", "--steps", "4"]
     assert main(["bench", "engine", model, *steps, *common]) == 0
     lines = capsys.readouterr().out.splitlines()

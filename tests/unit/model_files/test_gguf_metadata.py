@@ -100,7 +100,9 @@ def _header(version: int = 3, num_tensors: int = 0, fields: bytes = b"", num_fie
     ("data", "message"),
     [
         (b"", "the file is empty"),
-        (b"PK\x03\x04" + bytes(100), "is not a GGUF file"),
+        (b"PK\x03\x04" + bytes(100), r"bad\.gguf: is not a GGUF file: it begins with b'PK.+x04', not with b'GGUF'$"),
+        (b"no", r"bad\.gguf: is not a GGUF file: it begins with b'no', not with b'GGUF'$"),
+        (b"GG", r"bad\.gguf: the beginning runs over the end of the file: it is truncated or damaged$"),
         (_header(version=1), "version 1 GGUF is not supported"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian GGUF is not supported"),
         (_header(num_fields=2**60), "metadata field 0 of 1152921504606846976 runs over the end"),
