@@ -66,9 +66,9 @@ def takes_whole_inputs(num_bits: int) -> bool:
     return num_bits == 8 and dot_instructions() == "avx2"
 
 
-def skips_low_parts(num_bits: int) -> bool:
-    """Whether products of many rows leave low parts out where they may: each costs as much as a high one."""
-    return num_bits == 4 and dot_instructions() == "avx2"
+def goes_by_groups() -> bool:
+    """Whether many rows go through `group_sums`, and not by fours through tiles."""
+    return dot_instructions() == "avx2"
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.gpu_worker.cpu_loops.dot_tile import TILE_COLUMNS, TILE_ROWS, dot_tile, skips_low_parts, takes_whole_inputs
+from services.gpu_worker.cpu_loops.dot_tile import TILE_COLUMNS, TILE_ROWS, dot_tile, goes_by_groups, takes_whole_inputs
 from services.gpu_worker.cpu_loops.jit import compiled, floats, integers, loop, share, thread
 from services.gpu_worker.cpu_loops.many_rows import many_rows_bytes, multiply_many
 from services.gpu_worker.cpu_loops.rounded_group import GROUP, round_group
@@ -16,19 +16,19 @@ from services.gpu_worker.cpu_loops.rounded_group import GROUP, round_group
 _ROWS_TOGETHER = 128
 """Most rows whose rounded inputs a thread keeps."""
 
-_FINE_ROWS = 4
-"""Up to so many rows all inputs keep 15 bits: a product of few waits for memory, not for multiplications."""
+_FEW_ROWS = 4
+"""Up to so many rows all inputs keep 15 bits beside codes of 4: a product of few waits for memory, not for multiplications."""
 
 _GROUP_BYTES = 2 * GROUP + 8
 """Of rounded inputs: two parts, a factor, a sum."""
 
 _WIDENS = takes_whole_inputs(8)
-_SKIPS = skips_low_parts(4)
+_GOES_BY_GROUPS = goes_by_groups()
 
 
 @compiled
 def _are_many(bits: int, rows: int) -> bool:
-    return _SKIPS and bits == 4 and rows > _FINE_ROWS
+    return _GOES_BY_GROUPS and rows > (_FEW_ROWS if bits == 4 else 1)
 
 
 @compiled
@@ -81,7 +81,7 @@ def GRID_PRODUCT(pointer: Any) -> None:  # noqa: N802
     bits, x, codes, scales, out, scratch, room, rows, groups, tiles, bias = integers(pointer, 11)
     inputs = scratch + thread() * room
     if _are_many(bits, rows):
-        multiply_many(x, codes, scales, out, inputs, rows, groups, tiles, bias)
+        multiply_many(bits, x, codes, scales, out, inputs, rows, groups, tiles, bias)
         return
     width, columns, most = groups * GROUP, tiles * TILE_COLUMNS, min(rows, _ROWS_TOGETHER)
     factors = inputs + 2 * most * width

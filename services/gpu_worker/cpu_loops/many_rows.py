@@ -1,6 +1,6 @@
-"""gpu_worker: a product of many rows with codes of 4 bits, for processors with AVX2 and no VNNI (see `group_sums`).
+"""gpu_worker: a product of many rows with codes, for processors with AVX2 and no VNNI (see `group_sums`).
 
-A rounding error grows with the largest input of its group, and a few groups have inputs far larger than the others:
+With codes of 4 bits inputs are multiplied in two parts. A rounding error grows with the largest input of its group, and a few groups have inputs far larger than the others:
 these keep 15 bits, the others 8 (docs/decisions, number 14). Rounded inputs lie group by group, and of each group the
 low parts of those rows together that have one.
 """
@@ -11,8 +11,8 @@ import numpy as np
 
 from services.gpu_worker.cpu_loops.dot_tile import TILE_COLUMNS
 from services.gpu_worker.cpu_loops.group_sums import (
-    CODE_BYTES,
-    SCALE_BYTES,
+    NUMBER_BYTES,
+    WIDE_BYTES,
     add_group,
     copy_part,
     sum_of_part,
@@ -38,7 +38,7 @@ _ROUNDED = 2 * GROUP + 8  # bytes of a group of one row: both parts, a step, a s
 def many_rows_bytes(rows: int, groups: int) -> int:
     """What each thread works in: whole lines."""
     most = min(rows, _ROWS_TOGETHER)
-    tile = CODE_BYTES + SCALE_BYTES + 4 * TILE_COLUMNS + 4 * most * (TILE_COLUMNS + 1)
+    tile = WIDE_BYTES + NUMBER_BYTES + 4 * TILE_COLUMNS + 4 * most * (TILE_COLUMNS + 1)
     number = tile + groups * (most * (2 * _PART + _NUMBERS) + _ROUNDED + 4)
     return -(-number // _LINE) * _LINE
 
@@ -101,14 +101,25 @@ def _round_rows(
 
 
 @compiled
+def _round_whole(x: int, rows: int, groups: int, inputs: int, factors: int, totals: int) -> None:
+    """Rounds rows for codes of 8 bits: inputs [groups, rows, 32] int16, factors and totals [groups, rows]."""
+    for row in range(rows):
+        for g in range(groups):
+            at = g * rows + row
+            round_group(
+                16, x + 4 * GROUP * (row * groups + g), inputs + 2 * GROUP * at, factors + 4 * at, totals + 4 * at
+            )
+
+
+@compiled
 def _multiply_rows(
-    x: int, codes: int, scales: int, out: int, scratch: int, rows: int, groups: int, first: int, end: int,
+    bits: int, x: int, codes: int, scales: int, out: int, scratch: int, rows: int, groups: int, first: int, end: int,
     columns: int, bias: int,
 ) -> None:  # fmt: skip
     """Rows that are rounded together, times tiles [first, end) of 16 columns."""
     number = groups * rows
-    wide, numbers = scratch, scratch + CODE_BYTES
-    zeros = numbers + SCALE_BYTES
+    wide, numbers = scratch, scratch + WIDE_BYTES
+    zeros = numbers + NUMBER_BYTES
     sums_at = zeros + 4 * TILE_COLUMNS
     highs = sums_at + 4 * TILE_COLUMNS * rows
     lows = highs + GROUP * number
@@ -119,9 +130,12 @@ def _multiply_rows(
     in_order = places + 4 * number
     counts_at = in_order + 4 * rows
     row_at = counts_at + 4 * groups
-    _round_rows(
-        x, rows, groups, rows, highs, lows, high_factors, low_factors, moved, places, counts_at, row_at
-    )  # fmt: skip
+    if bits == 8:
+        _round_whole(x, rows, groups, highs, high_factors, moved)
+    else:
+        _round_rows(
+            x, rows, groups, rows, highs, lows, high_factors, low_factors, moved, places, counts_at, row_at
+        )  # fmt: skip
     sums, counts, order = floats(zeros, TILE_COLUMNS * (1 + rows)), int32s(counts_at, groups), int32s(in_order, rows)
     for i in range(len(sums)):
         sums[i] = np.float32(0)
@@ -130,20 +144,23 @@ def _multiply_rows(
     for tile in range(first, end):
         for g in range(groups):
             at, of_tile = g * rows, tile * groups + g
-            take_apart(codes + CODE_BYTES // 2 * of_tile, scales + SCALE_BYTES // 2 * of_tile, wide, numbers)
-            add_group(
-                True, wide, numbers, highs + GROUP * at, high_factors + 4 * at, moved + 4 * at, in_order, rows, sums_at
-            )
-            add_group(
-                False, wide, numbers, lows + GROUP * at, low_factors + 4 * at, 0, places + 4 * at, counts[g], sums_at
-            )
+            factors = high_factors + 4 * at
+            if bits == 8:
+                take_apart(8, codes + 512 * of_tile, scales + 32 * of_tile, wide, numbers)
+                add_group(8, 0, wide, numbers, highs + 2 * GROUP * at, factors, 0, in_order, rows, sums_at)
+            else:
+                take_apart(4, codes + 256 * of_tile, scales + 64 * of_tile, wide, numbers)
+                add_group(4, 1, wide, numbers, highs + GROUP * at, factors, moved + 4 * at, in_order, rows, sums_at)
+                add_group(
+                    4, 0, wide, numbers, lows + GROUP * at, low_factors + 4 * at, 0, places + 4 * at, counts[g], sums_at
+                )
         addends = zeros if bias == 0 else bias + 4 * TILE_COLUMNS * tile
         write_sums(sums_at, rows, addends, out + 4 * TILE_COLUMNS * tile, 4 * columns)
 
 
 @compiled
 def multiply_many(
-    x: int, codes: int, scales: int, out: int, scratch: int, rows: int, groups: int, tiles: int, bias: int
+    bits: int, x: int, codes: int, scales: int, out: int, scratch: int, rows: int, groups: int, tiles: int, bias: int
 ) -> None:
     """The calling thread's part of `GRID_PRODUCT`, whose arguments these are; scratch is its own.
 
@@ -158,6 +175,6 @@ def multiply_many(
     for row in range(first_row, end_row, _ROWS_TOGETHER):
         count = min(_ROWS_TOGETHER, end_row - row)
         _multiply_rows(
-            x + 4 * row * groups * GROUP, codes, scales, out + 4 * row * columns, scratch, count, groups, first_tile,
+            bits, x + 4 * row * groups * GROUP, codes, scales, out + 4 * row * columns, scratch, count, groups, first_tile,
             end_tile, columns, bias,
         )  # fmt: skip

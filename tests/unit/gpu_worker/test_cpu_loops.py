@@ -222,9 +222,9 @@ def without_ties(x: Tensor) -> Tensor:
 
 
 def low_parts_are_skipped() -> bool:
-    from services.gpu_worker.cpu_loops.dot_tile import skips_low_parts
+    from services.gpu_worker.cpu_loops.dot_tile import goes_by_groups
 
-    return skips_low_parts(4)
+    return goes_by_groups()
 
 
 @needs_products
