@@ -1,15 +1,16 @@
 """Tokenway beside llama-server and transformers: the same prompts on the same machine, in turn (A B A B), as ratios.
 
     python -m bench.peers --llama-server DIR/bin/llama-server --gguf Q4_0.gguf Q4_1.gguf Q8_0.gguf
-        [--model smollm2:135m] [--rounds 5] [--threads 2] [--transformers] [--only NUMBER ...] [--max-minutes 60]
-        [--out FILE]
+        [--model smollm2:135m] [--rounds 5] [--threads 2] [--transformers] [--speculation] [--only NUMBER ...]
+        [--max-minutes 60] [--out FILE]
 
 All servers answer over HTTP on this machine, each with as many threads as it is told, and llama-server with as many
 slots as there are streams. Each round runs every server once, one after the other, always in the same order, each with
 prompts that no run before it had; what is printed is the median of the rounds and, of the best of llama-server's files,
 the median of the ratios within a round. Prompts are random token ids; every answer must have exactly the tokens that
 were asked for. `--transformers` adds its `generate` in float32 to the workloads with a rate, as one batch after the
-other and without HTTP; it reads the demo's GGUF file too. No variable may tell OpenMP how to wait: with
+other and without HTTP; it reads the demo's GGUF file too. `--speculation` adds a second Tokenway, with `--speculation
+ngram`, to the workload of one stream, with a ratio of its own. No variable may tell OpenMP how to wait: with
 OMP_WAIT_POLICY=PASSIVE, which Tokenway's worker sets for itself, llama-server is several times slower.
 
 How long it will take is said at the start, from what two cores do with a small model, and again after each round. Each
@@ -41,7 +42,7 @@ from services.launcher.models import resolve_model
 from services.runtime.config import Settings
 
 _OF_THREADS = ("OMP_", "GOMP_", "KMP_")  # variables that tell a program's threads how to wait and where to run
-_TOKENWAY, _TRANSFORMERS = "tokenway", "transformers"
+_TOKENWAY, _SPECULATING, _TRANSFORMERS = "tokenway", "tokenway --speculation ngram", "transformers"
 
 LOADS = (
     Load("1 stream, 128 + 128", 1, 2, 0, 128, 128),
@@ -111,6 +112,9 @@ def measure(load: Load, share: Share, options: argparse.Namespace, generator: ra
 def _contenders(load: Load, options: argparse.Namespace, stack: contextlib.ExitStack) -> dict[str, Contender]:
     flags = ["--num-threads", str(options.threads), "--max-running-requests", "64"]
     contenders = {_TOKENWAY: over_http(stack.enter_context(OwnServer(options.model, flags)).url)}
+    if options.speculation and load.streams == 1 and load.figure != "ttft":
+        server = stack.enter_context(OwnServer(options.model, [*flags, "--speculation", "ngram"]))
+        contenders[_SPECULATING] = over_http(server.url)
     for gguf in options.gguf:
         url = stack.enter_context(llama_server(options.llama_server, gguf, options.threads, load))
         contenders[gguf.name] = over_http(url)
@@ -122,14 +126,14 @@ def _contenders(load: Load, options: argparse.Namespace, stack: contextlib.ExitS
 
 def best_peer(load: Load, found: Figures) -> str:
     """Of llama-server's files the one with the best median."""
-    peers = [name for name in found if name not in (_TOKENWAY, _TRANSFORMERS)]
+    peers = [name for name in found if name not in (_TOKENWAY, _SPECULATING, _TRANSFORMERS)]
     better = min if load.figure == "ttft" else max
     return better(peers, key=lambda name: statistics.median(found[name]))
 
 
-def ratio_to(peer: str, found: Figures) -> float:
+def ratio_to(peer: str, found: Figures, ours: str = _TOKENWAY) -> float:
     """The median of the ratios within a round: Tokenway's figure over a peer's."""
-    return statistics.median(ours / theirs for ours, theirs in zip(found[_TOKENWAY], found[peer], strict=True))
+    return statistics.median(mine / theirs for mine, theirs in zip(found[ours], found[peer], strict=True))
 
 
 def summary(load: Load, found: Figures) -> list[str]:
@@ -138,7 +142,10 @@ def summary(load: Load, found: Figures) -> list[str]:
     medians = {name: statistics.median(values) for name, values in found.items()}
     others = ", ".join(f"{name} {median:.1f}" for name, median in medians.items() if name != _TOKENWAY)
     unit = "ms to the first token" if load.figure == "ttft" else "output tok/s"
-    return [load.name, unit, f"{medians[_TOKENWAY]:.1f}", others, f"{ratio_to(peer, found):.2f} ({peer})"]
+    ratio = f"{ratio_to(peer, found):.2f} ({peer})"
+    if _SPECULATING in found:
+        ratio += f", speculating {ratio_to(peer, found, _SPECULATING):.2f}"
+    return [load.name, unit, f"{medians[_TOKENWAY]:.1f}", others, ratio]
 
 
 def estimate_s(loads: Sequence[Load], num_contenders: int, num_rounds: int) -> float:
@@ -179,6 +186,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(31))
     parser.add_argument("--transformers", action="store_true")
+    parser.add_argument("--speculation", action="store_true", help="one stream also with --speculation ngram")
     parser.add_argument("--only", type=int, nargs="+", choices=range(len(LOADS)), help="workloads by number")
     parser.add_argument("--max-minutes", type=float, default=60.0, help="what does not fit in loses rounds")
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
@@ -209,7 +217,10 @@ def _entries(chosen: Sequence[Load], results: dict[str, Figures]) -> dict[str, d
     for load in chosen:
         found = results[load.name]
         peer = best_peer(load, found)
-        entries[load.name] = {**asdict(load), "figures": found, "best_peer": peer, "ratio": ratio_to(peer, found)}
+        entry = {**asdict(load), "figures": found, "best_peer": peer, "ratio": ratio_to(peer, found)}
+        if _SPECULATING in found:
+            entry["ratio_speculating"] = ratio_to(peer, found, _SPECULATING)
+        entries[load.name] = entry
     return entries
 
 
