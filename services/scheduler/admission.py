@@ -18,6 +18,10 @@ from services.wire.requests import Submit
 _LEAST_CHUNK = 16
 """However long the context: a step reads all weights for it."""
 
+_ALONE = 2
+"""Times the measured chunk that a step may hold where nobody is being answered: what all chunks have in common, weights
+read and threads woken, is then paid half as often, and whoever comes meanwhile waits for two chunks' time."""
+
 
 @dataclass(frozen=True, slots=True)
 class CoreLimits:
@@ -30,7 +34,7 @@ class CoreLimits:
         logits_width: ids that it can produce are [0, logits_width).
         max_rows: most requests that run at once.
         token_budget: most tokens of a step, at least max_rows.
-        chunk_tokens: most prompt tokens of a step, or WHOLE_PROMPTS to never cut a prompt.
+        chunk_tokens: most prompt tokens of a step beside decodes, or WHOLE_PROMPTS to never cut a prompt.
         max_waiting: most requests that wait to be admitted.
         plans_ahead: plans that may go out before the result of the last, 0 to 4.
         caches_prefixes: whether pages are used again by requests with the same prefix.
@@ -97,7 +101,10 @@ class CoreLimits:
     def prefill_budget(self, num_decodes: int) -> int:
         """Prompt tokens that fit into a step beside so many decodes."""
         left = self.token_budget - num_decodes
-        return min(left, self.chunk_tokens) if self.is_chunked else left
+        if not self.is_chunked:
+            return left
+        holds_up_nobody = not num_decodes and self.chunk_limit_us > 0
+        return min(left, self.chunk_tokens * (_ALONE if holds_up_nobody else 1))
 
     def most_behind(self, context: int, budget: int) -> int:
         """Tokens behind so much context that take as long as `budget` tokens at the beginning of a prompt."""

@@ -4,15 +4,15 @@ A worker measures its chunk at the start, alone on a machine at rest. Beside dec
 work, the same chunk takes longer. So the time of every step with prompt tokens corrects what one of them is thought to
 take: half of the difference where it is longer, a fifth where it is shorter, because one step that is late is what
 those who are being answered see, and six tenths of the limit are aimed at, because steps differ even so. Where
-nobody is being answered there is nobody to protect, and chunks are as measured.
+nobody is being answered there is nobody to protect, and a chunk costs all that `CoreLimits.prefill_budget` allows.
 
 A step also takes time that does not depend on its tokens: all weights are read once. On a machine so busy that this
 alone takes as long as a chunk may, smaller chunks would only read them more often; so none is smaller than a third of
 the measured one.
 
 What a prompt costs is counted in tokens at the beginning of a prompt; one behind a context costs more (see
-`CoreLimits.prompt_cost`). The number of tokens never grows beyond the measured chunk, which the worker's memory is laid
-out for.
+`CoreLimits.prompt_cost`). The number of tokens never grows beyond what a step may have, which the worker's memory is
+laid out for.
 
 It owns numbers only, and must never read a clock: times are the worker's own.
 """
@@ -58,7 +58,6 @@ class ChunkPace:
 
     def __init__(self, chunk_tokens: int, chunk_us: float, limit_us: float) -> None:
         self._limit_us = limit_us
-        self._measured = chunk_tokens
         self._least = max(LEAST_COST, chunk_tokens // _MOST_SMALLER)
         self._token_us = chunk_us / max(chunk_tokens, 1)
         self._decode_us = 0.0  # of the last step without prompt tokens
@@ -69,7 +68,7 @@ class ChunkPace:
         if not self._limit_us:
             return PromptBudget(most, most)
         fitting = self._limit_us / max(self._token_us, 1e-6)
-        cost = max(self._least, round(_AIM * fitting)) if num_decodes else max(self._measured, int(fitting))
+        cost = max(self._least, round(_AIM * fitting)) if num_decodes else max(most, int(fitting))
         return PromptBudget(most, cost)
 
     def on_step(self, step_us: int, num_decodes: int, prompt_cost: int) -> None:

@@ -60,7 +60,7 @@ class SchedulerCollector(Collector):
             routed[peer.hello.instance,] = backlog.num_routed
             loads[peer.hello.instance,] = backlog.load_ms / 1000
             core = self._workers.router.cores[peer.routing_id]
-            chunks[peer.hello.instance,] = core.pace.budget(core.limits.prefill_budget(0), 1).most_at_beginning
+            chunks[peer.hello.instance,] = core.pace.budget(core.limits.prefill_budget(1), 1).most_at_beginning
         yield labelled_counter("scheduler_routed_requests", ["worker"], routed)
         yield labelled_gauge("scheduler_chunk_tokens", ["worker"], chunks)
         yield labelled_gauge("scheduler_worker_load_seconds", ["worker"], loads)

@@ -7,8 +7,8 @@ values that they see in segments which stay in its caches, out of the pages they
     weights                      = 2^(scores - the largest so far)
     sums [dim, 16]              += values [96, dim] * weights                  the sums before rescaled
 
-as FlashAttention goes through blocks of keys (arXiv 2205.14135), but with rows and columns changed: a query has a lane of
-its own. What is computed for a token does not depend on the chunk it comes in.
+as FlashAttention goes through blocks of keys (arXiv 2205.14135), but with rows and columns changed: a query has a lane
+of its own. What is computed for a token does not depend on the chunk it comes in.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _write(out: int, stride: int, count: int, sums_at: int, state_at: int, dim: 
 
 @compiled
 def _block_at(index: int, steps: int) -> int:
-    """First and last in turn: those at the end of a prompt see more, and a thread's part is to be as long as another's."""
+    """First and last in turn: those at the end of a prompt see more, and all threads are to take as long."""
     return index // 2 if index % 2 == 0 else steps - 1 - index // 2
 
 

@@ -1,7 +1,7 @@
 """gpu_worker: what attention of a prompt's tokens does in float32 (see `block_attention_loop`), in vectors of 16.
 
-A vector holds a number of each of 16 queries, so that nothing is ever added up across it; keys and values come as single
-numbers that are multiplied with all 16. How far 16 queries are is their state, three vectors:
+A vector holds a number of each of 16 queries, so that nothing is ever added up across it; keys and values come as
+single numbers that are multiplied with all 16. How far 16 queries are is their state, three vectors:
 
     largest     the largest score so far
     total       the sum of weights, exp(score - largest)
@@ -35,7 +35,9 @@ _UNROLLED = 4
 _VECTOR, _WHOLE = (ir.VectorType(kind, LANES) for kind in (F32, I32))
 _FUSED = ("contract",)
 _LEAST = -126.0  # powers of two below are not normal numbers
-_POWERS = tuple(math.log(2) ** k / math.factorial(k) for k in range(7, -1, -1))  # Taylor's series of 2^x; 5e-9 off at 1/2
+_POWERS = tuple(
+    math.log(2) ** k / math.factorial(k) for k in range(7, -1, -1)
+)  # Taylor's series of 2^x; 5e-9 off at 1/2
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -79,14 +81,21 @@ def score_block(_typing: object, keys: object, count: object, dim: object, queri
                 builder.store(_VECTOR([0.0] * LANES), held)
             with cgutils.for_range(builder, builder.udiv(dim, I64(_UNROLLED)), intp=I64) as loop:
                 for part in range(_UNROLLED):
-                    place = builder.add(element(builder, queries, loop.index, _UNROLLED * LINE_BYTES), I64(part * LINE_BYTES))
+                    place = builder.add(
+                        element(builder, queries, loop.index, _UNROLLED * LINE_BYTES), I64(part * LINE_BYTES)
+                    )
                     query = load(builder, place, _VECTOR, align=4)
                     numbers = [
                         builder.add(element(builder, start, loop.index, 4 * _UNROLLED), I64(4 * part)) for start in at
                     ]
                     _multiply_add(builder, query, numbers, sums)
             for i, held in enumerate(sums):
-                store(builder, builder.load(held), element(builder, scores, builder.add(first, I64(i)), LINE_BYTES), align=4)
+                store(
+                    builder,
+                    builder.load(held),
+                    element(builder, scores, builder.add(first, I64(i)), LINE_BYTES),
+                    align=4,
+                )
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), generate
@@ -131,7 +140,9 @@ def add_block(
     return types.void(*[types.int64] * 7), generate
 
 
-def _multiply_add(builder: ir.IRBuilder, vector: ir.Value, numbers: Sequence[ir.Value], sums: Sequence[ir.Value]) -> None:
+def _multiply_add(
+    builder: ir.IRBuilder, vector: ir.Value, numbers: Sequence[ir.Value], sums: Sequence[ir.Value]
+) -> None:
     """Adds the vector times each of some numbers at addresses to each one's sums."""
     for place, held in zip(numbers, sums, strict=True):
         product = builder.fmul(vector, splat(builder, load(builder, place, F32, align=4), _VECTOR), flags=_FUSED)

@@ -17,7 +17,7 @@ _ROWS_TOGETHER = 128
 """Most rows whose rounded inputs a thread keeps."""
 
 _FEW_ROWS = 4
-"""Up to so many rows all inputs keep 15 bits beside codes of 4: a product of few waits for memory, not for multiplications."""
+"""Up to so many rows all inputs keep 15 bits beside codes of 4: few wait for memory, not for multiplications."""
 
 _GROUP_BYTES = 2 * GROUP + 8
 """Of rounded inputs: two parts, a factor, a sum."""

@@ -1,8 +1,8 @@
 """gpu_worker: a product of many rows with codes, for processors with AVX2 and no VNNI (see `group_sums`).
 
-With codes of 4 bits inputs are multiplied in two parts. A rounding error grows with the largest input of its group, and a few groups have inputs far larger than the others:
-these keep 15 bits, the others 8 (docs/decisions, number 14). Rounded inputs lie group by group, and of each group the
-low parts of those rows together that have one.
+With codes of 4 bits inputs are multiplied in two parts. A rounding error grows with the largest input of its group, and
+a few groups have inputs far larger than the others: these keep 15 bits, the others 8 (docs/decisions, number 14).
+Rounded inputs lie group by group, and of each group the low parts of those rows together that have one.
 """
 
 from __future__ import annotations
@@ -54,22 +54,21 @@ def _average(steps: Floats) -> np.float32:
 
 @compiled
 def _round_rows(
-    x: int, rows: int, groups: int, most: int, highs: int, lows: int, high_factors: int, low_factors: int, moved: int,
+    x: int, rows: int, groups: int, highs: int, lows: int, high_factors: int, low_factors: int, moved: int,
     places: int, counts_at: int, row_at: int,
 ) -> None:  # fmt: skip
-    """Rounds rows and lays their groups out: what belongs to a group lies `most` of it after what belongs to the last.
+    """Rounds rows and lays them out group by group.
 
     Args:
         x: address of [rows, groups, 32] float32.
         rows: how many.
         groups: how many.
-        most: rows for which there is room.
-        highs: of [groups, most, 32] int8.
+        highs: of [groups, rows, 32] int8.
         lows: likewise; of each group as many as `counts` says.
-        high_factors: of [groups, most] float32.
+        high_factors: of [groups, rows] float32.
         low_factors: likewise.
-        moved: of [groups, most] float32, the sum of a group's rounded inputs.
-        places: of [groups, most] int32, the row that a low part belongs to.
+        moved: of [groups, rows] float32, the sum of a group's rounded inputs.
+        places: of [groups, rows] int32, the row that a low part belongs to.
         counts_at: of [groups] int32.
         row_at: of room for one row's groups.
     """
@@ -77,7 +76,7 @@ def _round_rows(
     steps_at = row_at + 2 * width
     totals_at = steps_at + 4 * groups
     steps, totals, counts = floats(steps_at, groups), int32s(totals_at, groups), int32s(counts_at, groups)
-    number = groups * most
+    number = groups * rows
     of_high, of_low = floats(high_factors, number), floats(low_factors, number)
     sums, rows_of_lows = floats(moved, number), int32s(places, number)
     for g in range(groups):
@@ -88,7 +87,7 @@ def _round_rows(
             round_group(8, numbers + 4 * GROUP * g, row_at + 2 * GROUP * g, steps_at + 4 * g, totals_at + 4 * g)
         limit = _average(steps)
         for g in range(groups):
-            at, low, part = g * most + row, g * most + counts[g], row_at + 2 * GROUP * g
+            at, low, part = g * rows + row, g * rows + counts[g], row_at + 2 * GROUP * g
             copy_part(part, highs + GROUP * at)
             of_high[at] = 128 * steps[g]
             # A low part that is not kept is overwritten by the next one: a branch would often be guessed wrong.
@@ -134,7 +133,7 @@ def _multiply_rows(
         _round_whole(x, rows, groups, highs, high_factors, moved)
     else:
         _round_rows(
-            x, rows, groups, rows, highs, lows, high_factors, low_factors, moved, places, counts_at, row_at
+            x, rows, groups, highs, lows, high_factors, low_factors, moved, places, counts_at, row_at
         )  # fmt: skip
     sums, counts, order = floats(zeros, TILE_COLUMNS * (1 + rows)), int32s(counts_at, groups), int32s(in_order, rows)
     for i in range(len(sums)):
@@ -172,9 +171,11 @@ def multiply_many(
         first_row, end_row = share(rows)
     else:
         first_tile, end_tile = share(tiles)
-    for row in range(first_row, end_row, _ROWS_TOGETHER):
-        count = min(_ROWS_TOGETHER, end_row - row)
+    passes = -(-(end_row - first_row) // _ROWS_TOGETHER)
+    together = -(-(end_row - first_row) // (4 * max(passes, 1))) * 4  # as many in each, by fours
+    for row in range(first_row, end_row, max(together, 1)):
+        count = min(together, end_row - row)
         _multiply_rows(
-            bits, x + 4 * row * groups * GROUP, codes, scales, out + 4 * row * columns, scratch, count, groups, first_tile,
-            end_tile, columns, bias,
+            bits, x + 4 * row * groups * GROUP, codes, scales, out + 4 * row * columns, scratch, count, groups,
+            first_tile, end_tile, columns, bias,
         )  # fmt: skip

@@ -79,7 +79,9 @@ def _round(builder: ir.IRBuilder, x: ir.Value, factor: ir.Value, total: ir.Value
     inverse = call(builder, "llvm.minnum.f32", F32, [builder.fdiv(F32(_LARGEST), largest), F32(_MOST)])
     kept = splat(builder, builder.sext(is_finite, I32), _INTEGERS)
     numbers = builder.bitcast(builder.and_(bits, kept), _FLOATS)
-    nearest = call(builder, f"llvm.rint.v{GROUP}f32", _FLOATS, [builder.fmul(numbers, splat(builder, inverse, _FLOATS))])
+    nearest = call(
+        builder, f"llvm.rint.v{GROUP}f32", _FLOATS, [builder.fmul(numbers, splat(builder, inverse, _FLOATS))]
+    )
     codes = builder.fptosi(nearest, _INTEGERS)
     unit = builder.fmul(largest, F32(1.0 / _LARGEST))
     store(builder, builder.select(is_finite, unit, F32(math.nan)), factor, align=4)

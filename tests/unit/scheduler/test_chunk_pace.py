@@ -96,6 +96,14 @@ def test_what_a_step_takes_whatever_its_tokens_does_not_make_chunks_ever_smaller
     assert fixed_us + 1000 * most(pace, 600) == pytest.approx(max(300_000, fixed_us + 200_000), rel=0.02)
 
 
+@pytest.mark.parametrize(("token_budget", "alone"), [(400, 64), (50, 50)])
+def test_a_prompt_alone_takes_twice_the_measured_chunk_as_far_as_a_step_goes(token_budget: int, alone: int) -> None:
+    limits = replace(new_limits(100, 16, token_budget=token_budget, chunk_tokens=32), chunk_limit_us=300_000.0)
+    assert (limits.prefill_budget(0), limits.prefill_budget(1)) == (alone, min(32, token_budget - 1))
+    assert ChunkPace(32, 200_000.0, 300_000.0).budget(limits.prefill_budget(0), 0).most_at_beginning == alone
+    assert replace(limits, chunk_limit_us=0.0).prefill_budget(0) == 32
+
+
 def test_without_a_limit_chunks_are_as_they_are() -> None:
     pace = ChunkPace(600, 300_000.0, 0)
     pace.on_step(60_000_000, 0, 600)
