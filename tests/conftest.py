@@ -30,9 +30,9 @@ def _compile_loops() -> None:
     from services.gpu_worker.products.tiles import has_tile_loop
 
     if not cpu_loops.loops_problem():
-        has = {"grid_loop": has_grid_loop(), "tile_loop": has_tile_loop()}  # instructions that others lack
+        has = {"grid": has_grid_loop(), "tile": has_tile_loop()}  # instructions that others lack
         for path in sorted(Path(cpu_loops.__file__).parent.glob("*_loop*.py")):
-            if has.get(path.stem, True):
+            if has.get(path.stem.partition("_")[0], True):
                 importlib.import_module(f"{cpu_loops.__name__}.{path.stem}")
 
 
