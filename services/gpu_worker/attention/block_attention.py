@@ -32,14 +32,7 @@ class BlockAttention:
         self._pages = pages.contiguous()
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """Writes attention of the row's new tokens.
-
-        Args:
-            queries: [num_new, num_heads, head_dim] float32; heads of a token lie side by side.
-            keys: the layer's [num_slots, num_kv_heads, head_dim].
-            values: likewise.
-            out: as the queries, contiguous.
-        """
+        """See `RowAttention.attend`."""
         span, shape = self._span, self._shape
         num_heads, room = queries.shape[1], scratch_bytes(shape.head_dim)
         numbers = (

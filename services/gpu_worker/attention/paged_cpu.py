@@ -50,7 +50,14 @@ class RowAttention(Protocol):
     """Attention of one row with many new tokens."""
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """See `BlockAttention.attend`."""
+        """Writes attention of the row's new tokens.
+
+        Args:
+            queries: [num_new, num_heads, head_dim] float32; heads of a token lie side by side.
+            keys: the layer's [num_slots, num_kv_heads, head_dim].
+            values: likewise.
+            out: as the queries, contiguous.
+        """
 
 
 class PagedCpuAttention:

@@ -49,14 +49,7 @@ class TileAttention:
         return head_dim % DEPTH == 0
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """Writes attention of the row's new tokens.
-
-        Args:
-            queries: [num_new, num_heads, head_dim] float32; heads of a token lie side by side.
-            keys: the layer's [num_slots, num_kv_heads, head_dim].
-            values: likewise.
-            out: as the queries, contiguous.
-        """
+        """See `RowAttention.attend`."""
         shape, length, num_new = self._shape, self._span.length, self._span.num_new
         num_threads, num_kv_heads, dim = torch.get_num_threads(), shape.num_kv_heads, shape.head_dim
         laid_out = self._keys.data_ptr(), self._values.data_ptr()

@@ -101,9 +101,15 @@ def _write(out: int, stride: int, count: int, sums_at: int, state_at: int, dim: 
 
 
 @compiled
-def _block_at(index: int, steps: int) -> int:
-    """First and last in turn: those at the end of a prompt see more, and all threads are to take as long."""
-    return index // 2 if index % 2 == 0 else steps - 1 - index // 2
+def _block(task: int, steps: int, group: int, new: int) -> tuple[int, int, int]:
+    """Of a task: its first new token, how many it has, and its query head.
+
+    First and last tokens in turn: those at the end of a prompt see more, and all threads are to take as long.
+    """
+    kv_head, index = task // (group * steps), task % (group * steps)
+    turn = index // group
+    begin = LANES * (turn // 2 if turn % 2 == 0 else steps - 1 - turn // 2)
+    return begin, min(LANES, new - begin), kv_head * group + index % group
 
 
 @loop
@@ -132,9 +138,7 @@ def BLOCK_ATTENTION(pointer: Any) -> None:  # noqa: N802
         count = min(_TOGETHER, end_task - task, (kv_head + 1) * group * steps - task)
         first_key, end_key = start + new, 0
         for b in range(count):
-            index = task + b - kv_head * group * steps
-            begin, head = LANES * _block_at(index // group, steps), kv_head * group + index % group
-            here = min(LANES, new - begin)
+            begin, here, head = _block(task + b, steps, group, new)
             query = queries + 4 * (begin * queries_stride + head * dim)
             _turn_queries(turned + block_bytes * b, query, 4 * queries_stride, here, dim)
             _begin(states + STATE_BYTES * b, sums + block_bytes * b, dim)
@@ -148,10 +152,9 @@ def BLOCK_ATTENTION(pointer: Any) -> None:  # noqa: N802
                 widen_head(keys + 4 * dim * i, keys_pool + offset, dim, bits)
                 widen_head(values + 4 * dim * i, values_pool + offset, dim, bits)
             for b in range(count):
-                index = task + b - kv_head * group * steps
-                begin = LANES * _block_at(index // group, steps)
+                begin, here, head = _block(task + b, steps, group, new)
                 position = start + begin
-                seen = min(_SEGMENT, position + min(LANES, new - begin) - first)
+                seen = min(_SEGMENT, position + here - first)
                 if seen <= 0 or (window > 0 and first + _SEGMENT <= position + 1 - window):
                     continue
                 state = states + STATE_BYTES * b
@@ -162,9 +165,7 @@ def BLOCK_ATTENTION(pointer: Any) -> None:  # noqa: N802
                 weigh_block(scores, seen, state)
                 _add_values(values, seen, scores, state + 2 * LINE_BYTES, sums + block_bytes * b, dim)
         for b in range(count):
-            index = task + b - kv_head * group * steps
-            begin, head = LANES * _block_at(index // group, steps), kv_head * group + index % group
-            here = min(LANES, new - begin)
+            begin, here, head = _block(task + b, steps, group, new)
             target = out + 4 * (begin * num_heads + head) * dim
             _write(target, 4 * num_heads * dim, here, sums + block_bytes * b, states + STATE_BYTES * b, dim)
         task += count

@@ -56,6 +56,12 @@ def test_a_ratio_is_the_median_of_those_within_a_round() -> None:
     assert ratio == "2.00 (a.gguf)"
 
 
+def test_speculation_has_a_ratio_of_its_own_and_is_no_peer() -> None:
+    found = {**FOUND, "tokenway --speculation ngram": [2 * figure for figure in FOUND["tokenway"]]}
+    assert best_peer(RATE, found) == "a.gguf"
+    assert summary(RATE, found)[-1] == "2.00 (a.gguf), speculating 4.00"
+
+
 @pytest.mark.parametrize("chosen", LOADS)
 def test_prompts_are_as_long_as_said_and_share_what_they_are_to_share(chosen: Load) -> None:
     sessions = chosen.sessions(5)

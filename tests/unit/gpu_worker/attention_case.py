@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from services.gpu_worker.attention.row_span import RowSpan
-from services.gpu_worker.kv_cache import KvCacheShape
+from services.gpu_worker.kv_cache import KvCache, KvCacheShape
+from services.gpu_worker.step_inputs import StepInputs, StepRow, build_step_inputs
 
 Heads = tuple[int, int, int]
 """Query heads for each key/value head, key/value heads, their width."""
@@ -73,3 +75,46 @@ class AttentionCase:
 def slots_of(pages: Tensor, page_size: int, length: int) -> Tensor:
     """Where the row's tokens lie, in order."""
     return (pages[:, None] * page_size + torch.arange(page_size)).flatten()[:length]
+
+
+Computed = Callable[[AttentionCase], Tensor]
+"""What a loop makes of a case."""
+
+
+def check_chunks_and_threads(computed: Computed, num_tokens: int, cut: int) -> None:
+    """A prompt computed at once, by one thread and by as many as are set, and its end behind `cut` tokens: the same."""
+    whole = AttentionCase.random((3, 2, 64), num_tokens, 0)
+    end = AttentionCase(whole.queries[cut:], whole.keys, whole.values, whole.pages, whole.shape, whole.length)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = computed(whole)
+    torch.set_num_threads(before)
+    assert torch.equal(computed(whole), expected)
+    assert torch.equal(computed(end), expected[cut:])
+
+
+def check_broken_query(computed: Computed) -> None:
+    """It breaks its own token and no other."""
+    case = AttentionCase.random((2, 1, 32), 40, 8)
+    clean = computed(case)
+    case.queries[21] = math.nan
+    broken = computed(case)
+    assert broken[21].isnan().all()
+    others = [token for token in range(40) if token != 21]
+    assert torch.equal(broken[others], clean[others])
+
+
+def step_of_four_rows() -> tuple[KvCache, StepInputs, Tensor]:
+    """A pool of random numbers in float32, a step of rows that decode, begin, go on a little and go on, and queries."""
+    device = torch.device("cpu")
+    pool = KvCache(KvCacheShape(1, 2, 64, 16, torch.float32), 40, device)
+    generator = torch.Generator().manual_seed(3)
+    pool.keys.normal_(generator=generator)
+    pool.values.normal_(generator=generator)
+    lengths = ((1, 20), (40, 0), (12, 5), (64, 80))
+    rows = [
+        StepRow([1] * num_new, num_before, range(10 * index, 10 * index + 10), samples=True)
+        for index, (num_new, num_before) in enumerate(lengths)
+    ]
+    inputs = build_step_inputs(rows, 16, device)
+    return pool, inputs, torch.randn(inputs.num_tokens, 6, 64, generator=generator)

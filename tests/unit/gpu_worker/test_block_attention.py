@@ -12,12 +12,16 @@ from torch import Tensor
 
 from services.gpu_worker.attention.paged_cpu import PagedCpuAttention
 from services.gpu_worker.cpu_loops import loops_problem
-from services.gpu_worker.kv_cache import KvCache, KvCacheShape
-from services.gpu_worker.step_inputs import StepRow, build_step_inputs
-from tests.unit.gpu_worker.attention_case import AttentionCase, Heads, slots_of
+from tests.unit.gpu_worker.attention_case import (
+    AttentionCase,
+    Heads,
+    check_broken_query,
+    check_chunks_and_threads,
+    slots_of,
+    step_of_four_rows,
+)
 
 pytestmark = pytest.mark.skipif(bool(loops_problem()), reason=str(loops_problem()))
-CPU = torch.device("cpu")
 
 
 def computed(case: AttentionCase, window: int | None = None) -> Tensor:
@@ -57,14 +61,7 @@ def test_attention_in_blocks_is_that_of_a_plain_sum(
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("num_threads", [1, 2, 3], indirect=True)
 def test_a_token_is_the_same_whatever_the_chunk_and_however_many_threads() -> None:
-    whole = AttentionCase.random((3, 2, 64), 230, 0)
-    end = AttentionCase(whole.queries[97:], whole.keys, whole.values, whole.pages, whole.shape, whole.length)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    expected = computed(whole)
-    torch.set_num_threads(before)
-    assert torch.equal(computed(whole), expected)
-    assert torch.equal(computed(end), expected[97:])
+    check_chunks_and_threads(computed, 230, 97)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -80,13 +77,7 @@ def test_smp_02_what_is_broken_stays_so_for_those_that_see_it(broken: float) -> 
 
 
 def test_a_broken_query_breaks_its_own_token() -> None:
-    case = AttentionCase.random((2, 1, 32), 40, 8)
-    clean = computed(case)
-    case.queries[21] = math.nan
-    broken = computed(case)
-    assert broken[21].isnan().all()
-    others = [token for token in range(40) if token != 21]
-    assert torch.equal(broken[others], clean[others])
+    check_broken_query(computed)
 
 
 def test_what_lies_before_all_windows_is_not_looked_at() -> None:
@@ -99,17 +90,7 @@ def test_what_lies_before_all_windows_is_not_looked_at() -> None:
 @pytest.mark.parametrize("window", [None, 60, 150])
 def test_rows_of_a_step_go_through_the_loop_as_the_plain_way_computes_them(window: int | None) -> None:
     """Beside a row that decodes."""
-    pool = KvCache(KvCacheShape(1, 2, 64, 16, torch.float32), 40, CPU)
-    generator = torch.Generator().manual_seed(3)
-    pool.keys.normal_(generator=generator)
-    pool.values.normal_(generator=generator)
-    lengths = ((1, 20), (40, 0), (12, 5), (64, 80))
-    rows = [
-        StepRow([1] * num_new, num_before, range(10 * index, 10 * index + 10), samples=True)
-        for index, (num_new, num_before) in enumerate(lengths)
-    ]
-    inputs = build_step_inputs(rows, 16, CPU)
-    queries = torch.randn(inputs.num_tokens, 6, 64, generator=generator)
+    pool, inputs, queries = step_of_four_rows()
     in_loops, plain = (
         PagedCpuAttention(torch.float32, uses_loops=uses_loops).begin_step(inputs, pool).attend(0, queries, window)
         for uses_loops in (True, False)

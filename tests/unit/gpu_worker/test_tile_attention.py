@@ -11,13 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.gpu_worker.attention.paged_cpu import PagedCpuAttention
-from services.gpu_worker.kv_cache import KvCache, KvCacheShape
+from services.gpu_worker.kv_cache import KvCache
 from services.gpu_worker.products.tiles import has_tile_loop
-from services.gpu_worker.step_inputs import StepInputs, StepRow, build_step_inputs
-from tests.unit.gpu_worker.attention_case import AttentionCase, Heads, slots_of
+from services.gpu_worker.step_inputs import StepInputs
+from tests.unit.gpu_worker.attention_case import (
+    AttentionCase,
+    Heads,
+    check_broken_query,
+    check_chunks_and_threads,
+    slots_of,
+    step_of_four_rows,
+)
 
 pytestmark = pytest.mark.skipif(not has_tile_loop(), reason="this processor has no registers for tiles")
-CPU = torch.device("cpu")
 
 
 def computed(case: AttentionCase) -> Tensor:
@@ -52,14 +58,7 @@ def test_attention_on_tiles_is_that_of_rounded_numbers(
 @pytest.mark.parametrize("num_threads", [1, 2, 3], indirect=True)
 def test_a_token_is_the_same_whatever_the_chunk_and_however_many_threads() -> None:
     """Of a prompt computed at once and of the end of the same prompt, when its tokens fall on the same tiles."""
-    whole = AttentionCase.random((3, 2, 64), 96, 0)
-    end = AttentionCase(whole.queries[32:], whole.keys, whole.values, whole.pages, whole.shape, whole.length)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    expected = computed(whole)
-    torch.set_num_threads(before)
-    assert torch.equal(computed(whole), expected)
-    assert torch.equal(computed(end), expected[32:])
+    check_chunks_and_threads(computed, 96, 32)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -70,13 +69,7 @@ def test_smp_02_what_is_broken_stays_so_for_those_that_see_it(broken: float) -> 
 
 
 def test_a_broken_query_breaks_its_own_token() -> None:
-    case = AttentionCase.random((2, 1, 32), 40, 8)
-    clean = computed(case)
-    case.queries[21] = math.nan
-    broken = computed(case)
-    assert broken[21].isnan().all()
-    others = [token for token in range(40) if token != 21]
-    assert torch.equal(broken[others], clean[others])
+    check_broken_query(computed)
 
 
 def backend(rounds_prompts: bool = True) -> PagedCpuAttention:
@@ -86,17 +79,7 @@ def backend(rounds_prompts: bool = True) -> PagedCpuAttention:
 @pytest.mark.parametrize("window", [None, 60, 150])
 def test_rows_of_a_step_go_through_tiles_where_each_token_sees_all_before_it(window: int | None) -> None:
     """Beside a row that decodes and one too short to be worth it; the way without tiles gives nearly the same."""
-    pool = KvCache(KvCacheShape(1, 2, 64, 16, torch.float32), 40, CPU)
-    generator = torch.Generator().manual_seed(3)
-    pool.keys.normal_(generator=generator)
-    pool.values.normal_(generator=generator)
-    lengths = ((1, 20), (40, 0), (12, 5), (64, 80))
-    rows = [
-        StepRow([1] * num_new, num_before, range(10 * index, 10 * index + 10), samples=True)
-        for index, (num_new, num_before) in enumerate(lengths)
-    ]
-    inputs = build_step_inputs(rows, 16, CPU)
-    queries = torch.randn(inputs.num_tokens, 6, 64, generator=generator)
+    pool, inputs, queries = step_of_four_rows()
     tiled, plain = (attended(backend(rounds), inputs, pool, queries, window) for rounds in (True, False))
     torch.testing.assert_close(tiled, plain, rtol=0, atol=2**-6 * float(pool.values.abs().max()))
     ends = torch.tensor(inputs.query_lengths).cumsum(0).tolist()
